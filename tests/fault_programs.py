@@ -185,6 +185,24 @@ def step_once_more():
         shardwise.DTensor.from_local(torch.ones(3), mesh, [Partial()]).full_tensor()
 
 
+def replace_a_sharded_parameter(on_ranks):
+    """Train a fully sharded layer whose parameter some ranks have replaced."""
+    mesh = shardwise.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    layer = parallel.fully_shard(nn.Linear(4, 4), mesh)
+    layer(torch.ones(2, 4)).sum().backward()
+    if dist.get_rank() in on_ranks:
+        layer.weight = nn.Parameter(torch.zeros(4, 4))
+    layer(torch.ones(2, 4))
+
+
+def replace_it_and_stay():
+    """The rank that raises goes on without the others, which wait for it."""
+    try:
+        replace_a_sharded_parameter((1,))
+    except shardwise.LayoutError:
+        time.sleep(20)
+
+
 def save_against_load(folder):
     state = {"x": torch.ones(2)}
     save(state, f"{folder}/whole")

@@ -126,4 +126,7 @@ class ReplicationWarning(UserWarning):
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint was loaded, but an older one than asked for, or with state by position."""
+    """A checkpoint was loaded, but an older one than asked for, or with state by position.
+
+    Or one was saved without the state of an optimizer that a module of it has.
+    """

@@ -11,6 +11,7 @@ import shardwise
 from shardwise import CheckpointError, CheckpointWarning, Shard
 from shardwise.checkpoint import inspect, load, save
 from shardwise.checkpoint.index import INDEX_NAME, _checksum
+from shardwise.embedding import SGD, EmbeddingBagCollection, RowWiseAdagrad, Table
 from shardwise.shard import ShardedOptimizer
 
 
@@ -227,3 +228,22 @@ def test_moments_of_sharded_parameters_in_another_order_and_layout(tmp_path):
         found = moments(model, optimizer)
         assert found["a.weight"].placements == (Shard(1),)
         assert same_moments({n: m.full_tensor().agreed() for n, m in found.items()}, old)
+
+
+def test_saving_warns_of_a_fused_optimizer_that_is_left_out(tmp_path):
+    def make(optimizer):
+        model = nn.ModuleDict({"dense": nn.Linear(2, 2)})
+        model["tables"] = EmbeddingBagCollection([Table("a", 6, 2)], optimizer=optimizer)
+        model["tables"].shard(shardwise.init_device_mesh("cpu", (2,)), "row_wise")
+        return model, torch.optim.SGD(model["dense"].parameters(), lr=0.1)
+
+    with shardwise.simulate(2):
+        model, dense = make(RowWiseAdagrad(lr=0.1))
+        state = {"model": model, "dense": dense}
+        with pytest.warns(CheckpointWarning, match=r"Save model\.tables\.optimizer too"):
+            save(state, tmp_path / "left_out")
+        save(state | {"tables": model["tables"].optimizer}, tmp_path / "object")
+        save(state | {"tables": model["tables"].optimizer.state_dict()}, tmp_path / "state")
+        save({"model": model}, tmp_path / "weights")
+        model, dense = make(SGD(lr=0.1))
+        save({"model": model, "dense": dense}, tmp_path / "no_state")

@@ -64,11 +64,19 @@ def tied_llama():
     return llama(tie_word_embeddings=True)
 
 
+#: Norms of each head, which the plans of transformers 5.0 leave out.
+NORMS_OF_HEADS = {
+    f"model.layers.*.self_attn.{name}": "replicated_with_grad_allreduce"
+    for name in ("q_norm", "k_norm")
+}
+
+
 def qwen3():
     """Norms of each head stand between the layers that are split by heads."""
     config = transformers.Qwen3Config(**SMALL, num_hidden_layers=2, head_dim=8)
     plan = {f"model.{path}": word for path, word in config.base_model_tp_plan.items()}
     plan |= {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
+    plan |= NORMS_OF_HEADS
     return transformers.Qwen3ForCausalLM(config), plan
 
 
@@ -100,15 +108,15 @@ def gpt2(num_layers=2):
 def mixtral(num_layers=2):
     """The config's own plans: the one for experts goes before the one for tensors."""
     config = transformers.MixtralConfig(**SMALL, num_hidden_layers=num_layers, num_local_experts=4)
-    words = config.base_model_tp_plan | config.base_model_ep_plan
+    words = config.base_model_tp_plan | (config.base_model_ep_plan or {})
     plan = {f"model.{path}": word for path, word in words.items()}
     plan |= {"model.embed_tokens": "rowwise", "lm_head": "colwise_rep"}
     return transformers.MixtralForCausalLM(config), plan
 
 
-def _with_experts(config, model):
+def _with_experts(config, model, **more):
     """The config's own plan for tensors, which splits packed stacks of experts."""
-    plan = {f"model.{path}": word for path, word in config.base_model_tp_plan.items()}
+    plan = {f"model.{path}": word for path, word in config.base_model_tp_plan.items()} | more
     plan |= {"model.embed_tokens": "rowwise", "lm_head": "colwise_rep"}
     return model(config), plan
 
@@ -123,7 +131,7 @@ def qwen3_moe():
     config = transformers.Qwen3MoeConfig(
         **SMALL, **sizes, num_hidden_layers=2, mlp_only_layers=[1], norm_topk_prob=True
     )
-    return _with_experts(config, transformers.Qwen3MoeForCausalLM)
+    return _with_experts(config, transformers.Qwen3MoeForCausalLM, **NORMS_OF_HEADS)
 
 
 def deepseek_v3():

@@ -186,7 +186,16 @@ PACKED_PLAN = {
 }
 
 
-@pytest.mark.parametrize("plan", [EXPERTS_PLAN, PACKED_PLAN])
+#: As transformers 5.0 writes it.
+OLD_PLAN = {
+    "router": "ep_router",
+    "experts.up": "local_rowwise",
+    "experts.down": "local_colwise",
+    "experts": "gather",
+}
+
+
+@pytest.mark.parametrize("plan", [EXPERTS_PLAN, PACKED_PLAN, OLD_PLAN])
 def test_experts_by_hugging_faces_words(mesh, plan):
     assert_trains_alike(Mixture(), mesh, plan, pairs(10, 8))
     model = parallelize_module(Mixture(), mesh, plan, strict=True)
@@ -194,9 +203,15 @@ def test_experts_by_hugging_faces_words(mesh, plan):
     assert not isinstance(model.router.weight, shardwise.DTensor)
 
 
+def test_a_router_whose_experts_the_plan_leaves_out(mesh):
+    model = parallelize_module(Mixture(), mesh, {"router": "ep_router"})
+    assert not isinstance(model.router.weight, shardwise.DTensor)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ({"router": "gather"}, "'gather' for 'router'.*rowwise"),
         ({"router": "packed_colwise"}, "'packed_colwise' for 'router'.*base_model_ep_plan"),
         ({"experts": "moe_tp_experts", "experts.up": "replicate"}, "'moe_tp_experts' for"),
         ({"router": "mla_kv_a_proj"}, "'mla_kv_a_proj' for 'router'.*Leave the layer out"),

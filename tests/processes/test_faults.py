@@ -124,6 +124,21 @@ def test_one_rank_with_an_extra_step():
         launch(programs.step_once_more, 3, collective_timeout_s=3)
 
 
+@pytest.mark.parametrize("on_ranks", [(1,), (0, 1, 2)])
+def test_a_sharded_parameter_that_ranks_have_replaced(on_ranks):
+    """One rank's error ends the job, long before the others' collective times out."""
+    begin = time.monotonic()
+    with pytest.raises(shardwise.LayoutError, match="'weight' is not the one that fully_shard"):
+        launch(programs.replace_a_sharded_parameter, 3, on_ranks, collective_timeout_s=100)
+    assert time.monotonic() - begin < 60
+
+
+def test_a_sharded_parameter_replaced_by_a_rank_that_goes_on():
+    words = r"at fault_programs.py:\d+ failed on rank [02]: .*imed out.*rank 1 said nothing"
+    with pytest.raises(shardwise.CollectiveError, match=words):
+        launch(programs.replace_it_and_stay, 3, collective_timeout_s=3)
+
+
 def test_a_save_against_a_load(processes, tmp_path):
     (text,) = set(processes(programs.save_against_load, str(tmp_path)))
     assert text.startswith("CollectiveError: The ranks are not in the same checkpoint. ")

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import itertools
+import math
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from fully_sharded import (
     whole,
 )
 from torch import nn
+from torch.distributed.fsdp import OffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
@@ -34,8 +37,7 @@ from shardwise.parallel import (
     fully_shard,
     parallelize_module,
 )
-from shardwise.training.fully_sharded.buffer import rows_of
-from shardwise.training.fully_sharded.packing import pack, rows_per_chunk, split_dim
+from shardwise.training.fully_sharded.packing import pack, rows_of, rows_per_chunk
 
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 
@@ -110,6 +112,68 @@ def test_an_axis_of_one_rank_sends_nothing():
         with CommDebugMode() as comm:
             loss_of(model, IDS[0]).backward()
         assert kinds(comm) == []
+
+
+class Untied(Model):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 11, bias=False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("reshards", [True, False, None])
+def test_modules_that_run_one_after_another_are_one_group(reshards):
+    alone = train(Untied(), IDS)
+    with shardwise.simulate(4):
+        model, mesh = Untied(), mesh_of(dp=4)
+        for layer in model.layers:
+            fully_shard(layer, mesh, reshard_after_forward=reshards)
+        last = fully_shard([model.norm, model.head], mesh, reshard_after_forward=reshards)
+        assert last == [model.norm, model.head]
+        fully_shard(model, mesh, reshard_after_forward=reshards)
+        batch = own(IDS[0], 4)
+        for _ in range(2):
+            with CommDebugMode() as comm:
+                loss_of(model, batch).backward()
+            model.zero_grad()
+        num_kept = {True: 0, False: 5, None: 2}[reshards]  # the outermost, and what ran last
+        assert kinds(comm).count(GATHER) == 10 - num_kept
+        assert kinds(comm).count(SCATTER) == 5
+        copied = copy.deepcopy(model)
+        for each in (model, copied):
+            train(each, [own(ids, 4) for ids in IDS])
+            assert_alike(each, alone, rtol=0, atol=2e-5)
+        with torch.no_grad():
+            assert torch.allclose(whole(model(IDS[0])), alone(IDS[0]), atol=1e-4)
+
+
+def test_only_some_of_several_modules_are_called():
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x, which):
+            for name in which:
+                x = self.get_submodule(name)(x)
+            return x
+
+    x, alone = torch.randn(4, 8), Either()
+    with shardwise.simulate(2):
+        model = Either()
+        fully_shard([model.first, model.second], mesh_of(dp=2), reshard_after_forward=True)
+        fully_shard(model, mesh_of(dp=2))
+        for which in (["first"], ["second"], ["second", "first"], ["first", "first", "second"]):
+            for each, batch in ((alone, x), (model, own(x, 2))):
+                each.zero_grad()
+                each(batch, which).pow(2).mean().backward()
+            assert_same(gradients(model), gradients(alone))
 
 
 def test_frozen_parameters_are_gathered_and_not_reduced():
@@ -207,23 +271,81 @@ def test_a_stack_of_few_matrices_is_split_inside_of_them(num_axis, tmp_path):
         assert_alike(other, alone, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16, 64, 512])
-@pytest.mark.parametrize(
-    ("width", "inner", "num_experts"), [(1024, 4096, 1), (4096, 11008, 1), (4096, 14336, 8)]
-)
-def test_padding_is_at_most_one_percent(width, inner, num_experts, num_ranks):
+def layer_shapes(width, inner, num_experts=1):
     matrices = [(width, width)] * 4 + [(inner, width)] * 2 + [(width, inner)]
     if num_experts > 1:
         matrices[4:] = [(num_experts, 2 * inner, width), (num_experts, width, inner)]
-    shapes = [*matrices, (width,), (width,)]
-    items = [rows_of(shape, split_dim(shape, num_ranks)) for shape in shapes]
-    total = sum(num * row for num, row in items)
-    packings = pack(items, num_ranks)
+    return [*matrices, (width,), (width,)]
+
+
+def with_biases(width):
+    matrices = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    return [*matrices, *[(matrix[0],) for matrix in matrices], *[(width,)] * 4]
+
+
+LAYERS = {
+    "1024": layer_shapes(1024, 4096),
+    "4096": layer_shapes(4096, 11008),
+    "experts": layer_shapes(4096, 14336, 8),
+    "many experts": layer_shapes(2048, 768, 128),
+    "512 with biases": with_biases(512),
+    "1024 with biases": with_biases(1024),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16, 32, 64, 96, 128, 256, 512])
+@pytest.mark.parametrize("name", LAYERS)
+def test_padding_is_at_most_one_percent(name, num_ranks):
+    shapes = LAYERS[name]
+    total = sum(map(math.prod, shapes))
+    packings = pack(shapes, num_ranks)
     assert sum(p.length for p in packings) * num_ranks <= 1.01 * total
+    assert len(packings) <= 3
+    assert sorted(number for p in packings for number in p.offsets) == list(range(len(shapes)))
     for packing in packings:
+        ends = []
         for number, offset in packing.offsets.items():
-            num, row = items[number]
+            num, row = rows_of(shapes[number], packing.dims[number])
             assert sum(rows_per_chunk(offset, num, row, packing.length, num_ranks)) == num
+            ends.append((offset, offset + num * row))
+        ends.sort()
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+
+
+def test_one_buffer_where_it_has_little_padding():
+    for num_ranks in (2, 4, 8, 16, 32, 64):
+        assert len(pack(with_biases(512), num_ranks)) == 1
+
+
+class Wide(nn.Module):
+    """On 16 ranks, rows of dim 1 save padding; on 64, a second buffer does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(128, 512), nn.Linear(512, 128)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize(("num_ranks", "dim", "num_gathers"), [(16, 1, 1), (64, 0, 2)])
+def test_rows_of_other_dims_and_several_buffers_train_alike(num_ranks, dim, num_gathers):
+    alone, batch = Wide(), torch.randn(num_ranks, 128)
+    with shardwise.simulate(num_ranks):
+        model = fully_shard(Wide(), mesh_of(dp=num_ranks))
+        assert model.down.weight.placements[0].dim == dim
+        with CommDebugMode() as comm:
+            model(own(batch, num_ranks))
+        assert kinds(comm) == [GATHER] * num_gathers
+        for found, rows in ((alone, batch), (model, own(batch, num_ranks))):
+            optimizer = torch.optim.AdamW(found.parameters())
+            for _ in range(2):
+                found(rows).pow(2).mean().backward()
+                nn.utils.clip_grad_norm_(found.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_alike(model, alone, rtol=0, atol=2e-5)
 
 
 # -- gradients -------------------------------------------------------------------------------------
@@ -400,6 +522,12 @@ def test_offloaded_shards_train_alike():
         loss_of(model, own(IDS[0], 2)).backward()
         assert model.embed.weight.grad.device.type == "cpu"
         assert_same(gradients(model), gradients(alone))
+
+
+def test_torchs_policy_that_offloads_nothing():
+    with shardwise.simulate(2):
+        layer = fully_shard(Layer(), mesh_of(dp=2), offload_policy=OffloadPolicy())
+        assert layer.__dict__["_shard_group"].parameters.offload is None
 
 
 def test_parameters_of_two_dtypes():

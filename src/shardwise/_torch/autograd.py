@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise._torch.compat import Names, Probe
+from shardwise._torch.dispatch import make_wrapper
 
 _names = Names()
 
@@ -53,6 +54,34 @@ is_transformed: Callable[[Any], bool] = _names.find(
 current_transform: Callable[[], Any] = _names.find(
     "torch._C._functorch.peek_interpreter_stack", _NO_TRANSFORMS, instead=lambda: None
 )
+
+
+class VersionSource(torch.Tensor):
+    """A tensor without values, whose version counter others can share."""
+
+    __slots__ = ("_given",)
+
+    @staticmethod
+    def make() -> VersionSource:
+        made = make_wrapper(VersionSource, (), dtype=torch.float32)
+        assert isinstance(made, VersionSource), "what torch made is what was asked for"
+        return made
+
+    def share(self, tensor: torch.Tensor) -> bool:
+        """Let `tensor`, of a class with dispatch, have this version counter; whether it has."""
+        self._given: torch.Tensor | None = tensor
+        with torch.no_grad():
+            torch.ops.aten.alias(self)  # to autograd, what dispatch returns is a view of this
+        self._given = None
+        before = tensor._version
+        torch.autograd.graph.increment_version(self)
+        return tensor._version > before
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return args[0]._given
 
 
 def in_backward() -> bool:

@@ -61,9 +61,15 @@ if not hasattr(torch.Tensor, "__coerce_same_metadata_as_tangent__"):
 
 
 def probe() -> Probe:
-    return _names.probe(_is_left, "torch.compile looks into this package where a graph breaks")
+    return _names.probe(
+        _behaves,
+        "torch.compile looks into this package where a graph breaks; modules with unused outputs "
+        "fail in backward",
+    )
 
 
-def _is_left() -> bool:
+def _behaves() -> bool:
     leave_untraced((lambda: None).__code__)
-    return True
+    expected = type("Expected", (), {"_plain_tangent": lambda plain, context: context})
+    coerce = torch.zeros(1).__coerce_same_metadata_as_tangent__  # type: ignore[attr-defined]
+    return bool(coerce("laid out", expected) == "laid out")

@@ -12,6 +12,11 @@ Note [Saves at the end of a program]
 A process that ends waits for its saves in the background, for `EXIT_WAIT_S` at most. If one is not
 done by then or has failed, and nobody has read that from `result()`, the process says so and ends
 with exit status 1. Under `launch`, a rank is done when its saves are, and fails with them.
+
+Note [State beside a module]
+A module may keep state that is not in its state dict, as a collection keeps that of its fused
+optimizer. Its `__checkpoint_beside__()` lists those tensors. A state that has optimizers is one to
+resume from; if such tensors are missing in it, saving warns.
 """
 
 from __future__ import annotations
@@ -23,9 +28,10 @@ import shutil
 import sys
 import threading
 import time
+import warnings
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
@@ -45,10 +51,10 @@ from shardwise.checkpoint.index import (
 )
 from shardwise.checkpoint.pieces import pieces_of, reduced
 from shardwise.checkpoint.safetensors import RESERVED
-from shardwise.checkpoint.tree import Node, make_tree, merge
+from shardwise.checkpoint.tree import Node, Tree, joined, make_tree, merge
 from shardwise.checkpoint.write import TensorFile, buffers_of, sync_folder, write_synced
 from shardwise.core.box import Box, why_not_tiled
-from shardwise.errors import CheckpointError, printable
+from shardwise.errors import CheckpointError, CheckpointWarning, printable
 from shardwise.launch.rank import before_done
 
 
@@ -254,6 +260,23 @@ def wait_for_saves() -> None:
 before_done.append(wait_for_saves)
 
 
+def _left_out(tree: Tree, saved: Iterable[torch.Tensor]) -> list[str]:
+    """The modules with state that is not among what is saved; see Note [State beside a module]."""
+    if not tree.num_optimizers:
+        return []
+    memory = {tensor.untyped_storage().data_ptr() for tensor in saved}
+    return [
+        joined(name, path) if path else name
+        for name, root in tree.modules.items()
+        for path, module in root.named_modules()
+        if hasattr(module, "__checkpoint_beside__")
+        and any(
+            beside.numel() and beside.untyped_storage().data_ptr() not in memory
+            for beside in module.__checkpoint_beside__()
+        )
+    ]
+
+
 class _Job:
     """One save of the ranks of this process."""
 
@@ -262,6 +285,7 @@ class _Job:
         self.path = Path()
         self._claim: Claim | None = None
         self._values: dict[tuple[int, str, Box], torch.Tensor] = {}
+        self._left_out: list[str] = []
 
         def describe() -> list[_RankState]:
             wait_for_saves()
@@ -270,6 +294,13 @@ class _Job:
             return self._rank_states(state, os.fspath(path))
 
         states = self.crew.together(describe)
+        for name in self._left_out if self.crew.leads else ():
+            warnings.warn(
+                f"{name} has an optimizer whose state is not saved: a run that resumes from "
+                f"{self.path.name} starts without it. Save {name}.optimizer too.",
+                CheckpointWarning,
+                stacklevel=3,
+            )
         for rank, one in enumerate(states):
             if one.path != states[0].path:
                 raise CheckpointError(
@@ -303,6 +334,7 @@ class _Job:
                     self._values[piece.rank, name, piece.box] = piece.tensor
             for place, mine in enumerate(boxes.values()):
                 held[place][name] = HeldBoxes(pieces.shape, pieces.dtype, tuple(mine))
+        self._left_out = _left_out(tree, self._values.values())
         token = secrets.token_hex(6)
         return [_RankState(path, token, table, tree.node, tree.ties) for table in held]
 

@@ -40,6 +40,8 @@ class Tree:
     tensors: dict[str, Any] = field(default_factory=dict)
     #: Tied names: name -> the name that the tensor has in `tensors`.
     ties: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    num_optimizers: int = 0
 
 
 def is_tensor(value: Any) -> bool:
@@ -81,6 +83,7 @@ class _Encoding:
 
     def tree_of(self, state: Any) -> Tree:
         self._tree.node = self._encode(state, "")
+        self._tree.num_optimizers = len(self._optimizers)
         for node, optimizer, name in self._optimizers:
             node.update(self._encode(keyed_by_name(optimizer, self._names_of), name))
         return self._tree
@@ -95,6 +98,7 @@ class _Encoding:
                 "no deeper ones. Save it as a tensor or as text."
             )
         if isinstance(value, nn.Module):
+            self._tree.modules[name] = value
             value = module_state(value)
         elif is_optimizer(value):
             self._optimizers.append(({}, value, name))

@@ -163,6 +163,6 @@ def _kernels() -> Finding:
 
 
 def _extras() -> Finding:
-    names = ("numpy", "transformers", "torchrec")
+    names = ("highspy", "fbgemm_gpu", "torchrec", "transformers")
     found = [name for name in names if importlib.util.find_spec(name) is not None]
     return Finding("also installed", None, ", ".join(found) or f"none of {', '.join(names)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.lookup import CollectionEngine, run_lookup
 from shardwise.embedding.plan import Entry, Plan, check_exchange_dtype, describe
 from shardwise.embedding.stacks import Stacks, shard_of, whole_of
+from shardwise.embedding.watched import Watched, WriteCount
 from shardwise.errors import ArgumentError, BatchError, LayoutError, ShardwiseError
 from shardwise.lookup.backends.backend import Backend
 from shardwise.lookup.backends.registry import is_fused, make_backend
@@ -49,7 +49,7 @@ from shardwise.simulation.parts import agreed
 from shardwise.simulation.ranks import localize, present
 
 REDUCTIONS = ("mean", "sum")
-_PARAMETERS, _WEIGHT_IN = operator.attrgetter("_parameters"), operator.itemgetter("weight")
+_ADDRESS = torch.Tensor.data_ptr
 
 
 class _Weight(nn.Module):
@@ -60,6 +60,7 @@ class _Weight(nn.Module):
 
     def __init__(self, weight: torch.Tensor, sparse: bool) -> None:
         super().__init__()
+        self.__dict__["_parameters"] = Watched()
         self.weight = nn.Parameter(weight)
         self.sparse = sparse
 
@@ -99,8 +100,9 @@ class _Collection(nn.Module):
         self._settings = optimizer
         #: All features, in the order of the output.
         self.features = [feature for table in self.tables for feature in table.features]
-        #: The tables' modules, and the parameters of each.
-        self._holders: tuple[list[Any], list[Any]] = ([], [])
+        #: The parameters in the order of tables, and when they were listed.
+        self._listed: tuple[Any, list[torch.Tensor]] = (None, [])
+        self._writes = WriteCount()
         #: Stands for the collection in a graph; see Note [Collections in compiled code].
         self._handle = enroll(self)
         tiling = Plan.of("table_wise").tiling(self.tables, 1)
@@ -109,7 +111,9 @@ class _Collection(nn.Module):
         if place.type != "meta":
             draw_tables(stacks)
         weights = {t.name: _Weight(stacks.table(i), sparse) for i, t in enumerate(self.tables)}
-        self.add_module(self._child, nn.ModuleDict(weights))
+        held = nn.ModuleDict(weights)
+        held.__dict__["_modules"] = Watched(held._modules)
+        self.add_module(self._child, held)
         self._settle(stacks, scale=1.0)
 
     # -- weights -----------------------------------------------------------------------------
@@ -119,14 +123,15 @@ class _Collection(nn.Module):
         return self.get_submodule(f"{self._child}.{table}").weight  # type: ignore[return-value]
 
     def _parameters_in_order(self) -> list[torch.Tensor]:
-        modules = list(self._modules[self._child]._modules.values())  # type: ignore[union-attr]
-        # A module keeps its dict of parameters; with many tables even reading it takes time.
-        if modules != self._holders[0]:
-            self._holders = modules, list(map(_PARAMETERS, modules))
-        try:  # no Python per table
-            return list(map(_WEIGHT_IN, self._holders[1]))
-        except KeyError:  # a parametrized weight is computed
-            return [self.parameter(table.name) for table in self.tables]
+        held: Any = self._modules[self._child]
+        when = (Watched.num_changes, id(held))
+        if self._listed[0] != when:  # otherwise no Python per table
+            modules = held._modules.values()
+            try:
+                self._listed = when, [module._parameters["weight"] for module in modules]
+            except KeyError:  # a parametrized weight is computed
+                return [self.parameter(table.name) for table in self.tables]
+        return self._listed[1]
 
     def _settle(
         self, stacks: Stacks, scale: float, exchange_dtype: torch.dtype | None = None
@@ -151,6 +156,7 @@ class _Collection(nn.Module):
             scratch=scratch,
             queue=PrefetchQueue(),
             exchange_dtype=exchange_dtype,
+            writes=self._writes,
             alone=make_alone(self._backend, route, stacks, optimizer, wait=self._check == "now"),
         )
         self._form = self._output_form()
@@ -210,13 +216,13 @@ class _Collection(nn.Module):
         memo[id(self)] = copied
         for name, value in self.__dict__.items():
             copied.__dict__[name] = copy.deepcopy(value, memo)
-        copied._handle, copied._known = enroll(copied), None
+        copied._handle, copied._known, copied._listed = enroll(copied), None, (None, [])
         copied._alias_parameters()
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._handle, self._known = enroll(self), None
+        self._handle, self._known, self._listed = enroll(self), None, (None, [])
         self._alias_parameters()
 
     def _alias_parameters(self) -> None:
@@ -234,6 +240,13 @@ class _Collection(nn.Module):
     def optimizer(self) -> InBackward | None:
         """The optimizer whose updates are fused into backward, if there is one."""
         return self._engine.optimizer
+
+    def __checkpoint_beside__(self) -> list[torch.Tensor]:
+        """The state of the fused optimizer, which the state dict does not have."""
+        if self.optimizer is None:
+            return []
+        places = range(len(self._engine.stacks.ranks))
+        return [state for place in places for state in self.optimizer.states_of(place)]
 
     # -- sharding ----------------------------------------------------------------------------
 
@@ -351,8 +364,11 @@ class _Collection(nn.Module):
     def _replace_parameters(self, stacks: Stacks) -> None:
         for number, table in enumerate(self.tables):
             module = self.get_submodule(f"{self._child}.{table.name}")
-            trained = self.parameter(table.name).requires_grad
-            module.weight = nn.Parameter(stacks.table(number), requires_grad=trained)
+            trained, value = self.parameter(table.name).requires_grad, stacks.table(number)
+            if stacks.grid is None or self._settings is None:
+                module.weight = nn.Parameter(value, requires_grad=trained)
+            else:
+                module.weight = self._writes.parameter(value, trained=trained)
 
     # -- a batch -----------------------------------------------------------------------------
 
@@ -389,20 +405,15 @@ class _Collection(nn.Module):
         stacks = self._engine.stacks
         if stacks.device.type == "meta":
             return "the tables are on the meta device: shard() or to_empty() gives them memory"
-        seen = self._seen(parameters)
-        if self._known is not None and seen == self._known[0]:
-            return None
-        trouble = self._replaced()
-        # The tensors too: while they live, no other has their identity.
-        self._known = (seen, stacks.all(), parameters) if trouble is None else None
-        return trouble
-
-    def _seen(self, parameters: list[torch.Tensor]) -> tuple[int, ...]:
-        """What changes when a parameter is replaced, read without Python per table."""
-        tensors = (*self._engine.stacks.all(), *parameters)
         # A DTensor's local tensor does not change; the data of a plain parameter may.
         plain = self._engine.grid is None
-        return tuple(map(torch.Tensor.data_ptr if plain else id, tensors))
+        seen = tuple(map(_ADDRESS, (*stacks.all(), *parameters))) if plain else ()
+        if self._known is not None and parameters is self._known[0] and seen == self._known[1]:
+            return None
+        trouble = self._replaced()
+        self._writes.follow(parameters)
+        self._known = (parameters, seen) if trouble is None else None
+        return trouble
 
     def _replaced(self) -> str | None:
         """What to do about a parameter that is no longer a view of its stack."""

@@ -20,6 +20,7 @@ from shardwise.embedding.gradients import (
 )
 from shardwise.embedding.in_backward import InBackward
 from shardwise.embedding.stacks import Stacks
+from shardwise.embedding.watched import WriteCount
 from shardwise.lookup.backends.backend import Lookups, Query, Rows
 from shardwise.lookup.engine import Engine
 from shardwise.lookup.prefetch import PrefetchedBatch
@@ -39,16 +40,18 @@ class CollectionEngine(Engine):
     stacks: Stacks
     optimizer: InBackward | None
     sparse: bool
+    writes: WriteCount
     #: Serves a single rank by fused kernels alone, where those can.
     alone: OneRank | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """Which tables backward updates, and all parameters, which are views of the stacks."""
+    """All parameters, which are views of the stacks, and which tables backward updates."""
 
-    trained: list[bool]
     parameters: list[torch.Tensor]
+    #: None for all of them.
+    trained: list[bool] | None
 
 
 _START = torch.zeros((), device="cpu", requires_grad=True)
@@ -65,13 +68,14 @@ def run_lookup(
     """One tensor per feature; with `joined`, one with all features side by side."""
     if engine.optimizer is None:
         return _Lookup.apply(engine, batch, joined, batch.weights, *parameters)
-    trained: list[bool] = []
+    trained: list[bool] | None = []
     if torch.is_grad_enabled():
         with without_subclass_functions():  # twice as fast; there may be a thousand tables
-            trained = list(map(_REQUIRES_GRAD, parameters))
-    updated = Updated(trained, parameters)
+            is_frozen = not all(map(_REQUIRES_GRAD, parameters))
+            trained = list(map(_REQUIRES_GRAD, parameters)) if is_frozen else None
+    updated = Updated(parameters, trained)
     # The tables are not inputs of autograd then: `start` makes it call backward.
-    start = _START if True in trained else None
+    start = _START if trained is None or True in trained else None
     return _FusedLookup.apply(engine, batch, joined, updated, batch.weights, start)
 
 
@@ -167,13 +171,13 @@ class _FusedLookup(UntracedFunction):
         replicas = reduction_for(updated.parameters[0])
         averaged = replicas is not None and bool(replicas.means)
         assert engine.optimizer is not None, "fused lookups have an optimizer"
-        plain = False not in updated.trained and not averaged and not engine.optimizer.is_holding
+        plain = updated.trained is None and not averaged and not engine.optimizer.is_holding
         if ctx.trace is not None and plain and not ctx.needs_input_grad[4]:
             ctx.batch.update(ctx.trace, grads)
             _count_writes(engine, updated.parameters)
             return None, None, None, None, None, None
         lookups, copies, of_weights = _backward(engine, ctx.batch.arrive(), grads, ctx.joined)
-        if not all(updated.trained):
+        if updated.trained is not None:
             _leave_out(engine.stacks, updated.trained, lookups, copies)
         if replicas is not None and averaged:
             lookups, copies = mean_over_replicas(
@@ -192,8 +196,12 @@ def _count_writes(engine: CollectionEngine, parameters: list[torch.Tensor]) -> N
         return
     if grid is not None:
         grid.num_writes += 1
-    if not torch.is_inference_mode_enabled():
+    if torch.is_inference_mode_enabled():
+        return
+    if grid is None:
         torch.autograd.graph.increment_version(parameters)
+    else:
+        engine.writes.add()
 
 
 def _leave_out(

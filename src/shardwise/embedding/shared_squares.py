@@ -19,7 +19,7 @@ from shardwise.comm.watch import because
 from shardwise.embedding.stacks import Stacks
 from shardwise.lookup.backends.backend import Backend, Lookups, Query
 from shardwise.lookup.exchange import combined
-from shardwise.lookup.optimizers import FusedOptimizer, State, add_distinct_rows, row_factors_of
+from shardwise.lookup.optimizers import FusedOptimizer, State, add_distinct_rows
 
 
 class Scaled(Protocol):
@@ -40,7 +40,7 @@ class GradientRows:
         self.squares = torch.linalg.vector_norm(values, dim=1).square_()
 
     def add(self, weight: torch.Tensor, factors: torch.Tensor) -> None:
-        add_distinct_rows(weight, self.rows, self._values.mul_(factors.unsqueeze(1)), 1)
+        add_distinct_rows(weight, self.rows, self._values, factors)
 
 
 class SharedColumns:
@@ -137,7 +137,7 @@ def update_together(
     for place, squares in enumerate(columns.mean_squares(found)):
         for k, scaled in found[place].items():
             weight, state = stacks.weights[place][k], states[place][k]
-            scaled.add(weight, row_factors_of(optimizer, scaled.rows, squares[k], state))
+            scaled.add(weight, optimizer.row_factors(scaled.rows, squares[k], state))
 
 
 def _scaled(

@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from shardwise.errors import ArgumentError
 
 State = Mapping[str, torch.Tensor]
-#: Elements of rows that are multiplied at a time: 1 MB.
+#: Elements of rows that are changed at a time: 1 MB.
 _CHUNK_NUMBERS = 1 << 18
 
 
@@ -31,10 +32,6 @@ class FusedOptimizer:
     weight_decay: float = field(default=0.0, kw_only=True)
     #: name -> whether it has one number per row; otherwise it has the table's shape.
     states: ClassVar[dict[str, bool]] = {}
-    #: Whether a row's change is a number times its gradient, given by `row_factors`, which with
-    #: `needs_squares` needs the mean square of each row's gradient.
-    scales_rows: ClassVar[bool] = False
-    needs_squares: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay", "eps"):
@@ -54,10 +51,11 @@ class FusedOptimizer:
         if self.weight_decay:
             grad.add_(weight.index_select(0, rows), alpha=self.weight_decay)
 
-    def row_factors(self, squares: torch.Tensor | None, state: State) -> float | torch.Tensor:
-        """The factor of each row's gradient in its change.
+    def row_factors(self, rows: torch.Tensor, squares: torch.Tensor, state: State) -> torch.Tensor:
+        """The factor of each row's gradient in its change, from its mean square.
 
-        Updates the state, which is of the same rows as `squares`.
+        Only of optimizers that may need whole rows. Updates the state of `rows`, which are
+        distinct.
         """
         raise NotImplementedError
 
@@ -92,11 +90,6 @@ class RowUpdate:
 class SGD(FusedOptimizer):
     """`w -= lr g`"""
 
-    scales_rows: ClassVar[bool] = True
-
-    def row_factors(self, squares: torch.Tensor | None, state: State) -> float | torch.Tensor:
-        return -self.lr
-
     def change(
         self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, state: State, step: int
     ) -> None:
@@ -130,22 +123,21 @@ class RowWiseAdagrad(FusedOptimizer):
     eps: float = 1e-8
     across_columns: bool = True
     states: ClassVar[dict[str, bool]] = {"sum": True}
-    scales_rows: ClassVar[bool] = True
-    needs_squares: ClassVar[bool] = True
 
     @property
     def needs_whole_rows(self) -> bool:
         return self.across_columns
 
-    def row_factors(self, squares: torch.Tensor | None, state: State) -> float | torch.Tensor:
-        assert squares is not None, "needs_squares is set"
-        total = state["sum"].add_(squares)
-        return total.sqrt().add_(self.eps).reciprocal_().mul_(-self.lr)
+    def row_factors(self, rows: torch.Tensor, squares: torch.Tensor, state: State) -> torch.Tensor:
+        total = state["sum"].index_select(0, rows).add_(squares)
+        state["sum"].index_copy_(0, rows, total)
+        return total.sqrt_().add_(self.eps).reciprocal_().mul_(-self.lr)
 
     def change(
         self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, state: State, step: int
     ) -> None:
-        scale_and_add_rows(self, weight, rows, grad, mean_squares(grad), state)
+        squares = torch.linalg.vector_norm(grad, dim=1).square_().div_(grad.shape[1])
+        add_distinct_rows(weight, rows, grad, self.row_factors(rows, squares, state))
 
 
 @dataclass
@@ -169,47 +161,43 @@ class Adam(FusedOptimizer):
         add_distinct_rows(weight, rows, first.div_(second.sqrt_().add_(self.eps)), -size)
 
 
-def mean_squares(grad: torch.Tensor) -> torch.Tensor:
-    """The mean of the squares of each row."""
-    return torch.linalg.vector_norm(grad, dim=1).square_().div_(grad.shape[1])
-
-
-def row_factors_of(
-    optimizer: FusedOptimizer, rows: torch.Tensor, squares: torch.Tensor, state: State
-) -> torch.Tensor:
-    """`row_factors` of distinct rows, from the mean squares of their gradients."""
-    here = {name: numbers.index_select(0, rows) for name, numbers in state.items()}
-    factors = optimizer.row_factors(squares, here)
-    assert isinstance(factors, torch.Tensor), "one factor per row"
-    for name, numbers in here.items():
-        state[name].index_copy_(0, rows, numbers)
-    return factors
-
-
-def scale_and_add_rows(
-    optimizer: FusedOptimizer,
-    weight: torch.Tensor,
-    rows: torch.Tensor,
-    grad: torch.Tensor,
-    squares: torch.Tensor,
-    state: State,
-) -> None:
-    """Change distinct rows by `row_factors` times their gradient."""
-    factors = row_factors_of(optimizer, rows, squares, state)
-    add_distinct_rows(weight, rows, grad.mul_(factors.unsqueeze(1)), 1)
-
-
 def add_distinct_rows(
-    target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, factor: float
+    target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, factor: float | torch.Tensor
 ) -> torch.Tensor:
-    """`target[rows] += factor * values`, for distinct rows in order."""
-    if factor == 1 or target.device.type != "cpu":
+    """`target[rows] += factor * values`, for distinct rows in order, with a factor for each row or
+    one for all."""
+    if not _is_plain(target):
+        if isinstance(factor, torch.Tensor):
+            values, factor = values * factor.unsqueeze(1), 1
         return target.index_add_(0, rows, values, alpha=factor)
-    # On the CPU torch adds multiples at half the speed. Small products stay in the cache.
+    # On the CPU torch adds row by row, through a general kernel for each. To take rows out and put
+    # them back is faster, where they stay in the cache in between.
     step = max(1, _CHUNK_NUMBERS // max(1, math.prod(values.shape[1:])))
+    start = 0
     for some, more in zip(rows.split(step), values.split(step), strict=True):
-        target.index_add_(0, some, more * factor)
+        held = target.index_select(0, some)
+        if isinstance(factor, torch.Tensor):
+            held.addcmul_(more, factor[start : start + step].unsqueeze(1))
+        else:
+            held.add_(more, alpha=factor)
+        put_rows(target, some, held)
+        start += step
     return target
+
+
+def _is_plain(target: torch.Tensor) -> bool:
+    return target.is_cpu and type(target) is torch.Tensor and target.is_contiguous()
+
+
+def put_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """`target[rows] = values`, of a contiguous tensor on the CPU, as bytes: one copy per row."""
+    num_bytes = math.prod(target.shape[1:]) * target.element_size()
+    if rows.numel() and num_bytes:
+        whole, new = (x.view(-1).view(torch.uint8).numpy() for x in (target, values))
+        row = f"V{num_bytes}"
+        np.put(whole.view(row), rows.numpy(), new.view(row), mode="clip")
+        if not target.is_inference():
+            torch.autograd.graph.increment_version(target)
 
 
 def optimizer_settings(optimizer: FusedOptimizer) -> dict[str, Any]:

@@ -33,14 +33,20 @@ from shardwise.plans.files import Entry
 from shardwise.plans.paths import did_you_mean
 
 #: Words for a module whose experts are split, for its parameters, and for the router before it.
-_EXPERTS = ("ep_dispatch_experts", "moe_tp_experts")
-_STACKED = ("grouped_gemm", "packed_colwise", "packed_rowwise")
+#: "gather" and "local..." are those of transformers 5.0.
+_EXPERTS = ("ep_dispatch_experts", "moe_tp_experts", "gather")
+_STACKED = ("grouped_gemm", "packed_colwise", "packed_rowwise", "local_colwise", "local_rowwise")
 _OF_PARAMETERS = (*_STACKED, "colwise", "rowwise")
 _ROUTER = "ep_router"
 
 _INSTEAD = (
     'Say "experts" for the module that holds them, or use the config\'s base_model_ep_plan: each '
     "rank then has some of the experts."
+)
+
+_PAIR = (
+    'Say "colwise" for the layers that come first and "rowwise" for the one that ends the parallel '
+    "part, and nothing for the module around them."
 )
 
 #: Words without a style here, and what to write instead.
@@ -50,8 +56,14 @@ WITHOUT_COUNTERPART = {
     "moe_tp_experts": f"It adds the results of experts that are each split themselves. {_INSTEAD}",
     "ep_dispatch_experts": f"Its parameters should be {_STACKED[0]!r}. {_INSTEAD}",
     "grouped_gemm": f"It splits a single parameter by experts. {_INSTEAD}",
-    "ep_router": f"It goes with experts that are split. {_INSTEAD}",
     "moe_identity_expert": f"It goes with experts that are each split themselves. {_INSTEAD}",
+    "gather": f"It adds what the modules inside of it computed. {_PAIR}",
+    "local": f"It goes with experts that are each split themselves. {_INSTEAD}",
+    "local_colwise": f"Its output is added later, by a module around it. {_PAIR}",
+    "local_rowwise": f"Its output is added later, by a module around it. {_PAIR}",
+    "local_packed_rowwise": f"It splits the halves of a packed parameter one by one. {_INSTEAD}",
+    "local_params": "It lets a module use the shards of its own parameters. Leave it out, and the "
+    "parameter too, where every rank may use all of it.",
     "mla_kv_a_proj": "It splits a part of a layer's output. Leave the layer out of the plan: every "
     "rank then computes it whole.",
     "all_reduce": "It adds up what ranks computed by themselves. Write a ParallelStyle of your "
@@ -83,10 +95,8 @@ def with_experts_joined(plan: Mapping[str, Any]) -> dict[str, Any]:
             joined[path] = "experts"
             for parameter in inside:
                 del joined[parameter]
-    if "experts" in (word for word in joined.values() if isinstance(word, str)):
-        # Every rank routes all tokens, and selects those of its experts itself.
-        joined = {path: word for path, word in joined.items() if word != _ROUTER}
-    return joined
+    # Every rank routes all tokens, and selects those of its experts itself.
+    return {path: word for path, word in joined.items() if word != _ROUTER}
 
 
 #: The style of each word: those of `tp_plan` that mean the same here, and "experts", our own.

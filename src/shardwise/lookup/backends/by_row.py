@@ -19,7 +19,7 @@ from shardwise.lookup.order import repeated, sorted_with_order, starts_of_runs
 #: Elements of rows that are gathered at a time.
 _CHUNK_NUMBERS = 1 << 22
 #: Ids that are sorted at a time, unless one table has more.
-_PART_IDS = 1 << 17
+_PART_IDS = 1 << 15
 
 
 @dataclass

@@ -7,14 +7,11 @@ kernel serves both directions, and nothing of size ids × width is ever written.
 thousand rows at a time, which stay in the cache until they are applied.
 
 Note [An update of all rows]
-Where a row changes by a factor times its gradient (SGD, row-wise Adagrad) and the batch looked up a
-fair part of the rows, walking over all of them is faster than collecting and returning those that
-were looked up. With SGD the update is `weight += S @ grad`: the sparse matrix S has a row for each
-row of the stack, with an entry at each bag that looked it up; MKL multiplies it, and no row
-gradient is materialised. Row-wise Adagrad needs the squares of row gradients first. So those are
-summed some thousand at a time for their squares alone, and summed again in the product, with a
-factor for each row in S. Where most rows were looked up, the first sums, with zeros for the others,
-are applied while they are in the cache.
+Where a batch looked up a fair part of the rows, SGD's update is `weight += S @ grad`: the sparse
+matrix S has a row for each row of the stack, with an entry at each bag that looked it up; MKL
+multiplies it, and no row gradient is materialised. Row-wise Adagrad over several ranks' columns
+(`ScaledRows`) is the same with a factor for each row in S: the row gradients are summed some
+thousand at a time for their squares alone, and again in the product.
 """
 
 from __future__ import annotations
@@ -28,17 +25,15 @@ import torch
 
 from shardwise.lookup.backends.backend import Query
 from shardwise.lookup.backends.by_row import ByRow, in_parts
-from shardwise.lookup.optimizers import FusedOptimizer, RowUpdate, mean_squares, row_factors_of
+from shardwise.lookup.optimizers import SGD, FusedOptimizer, RowUpdate
 from shardwise.lookup.order import segment_sums
 from shardwise.lookup.scratch import Lent
 
-#: Elements of a gradient at a time: 4 MB. Smaller chunks cost more in calls than they save in cache
-#: misses.
-_CHUNK_NUMBERS = 1 << 20
-#: Rows of a stack per id of a batch, up to which an update of all rows is faster: with a product,
-#: and with squares.
+#: Elements of a gradient at a time: 1 MB. Smaller chunks cost more in calls than they save in cache
+#: misses; larger ones may come from new memory each time.
+_CHUNK_NUMBERS = 1 << 18
+#: Rows of a stack per id of a batch, up to which an update of all rows is faster.
 _ROWS_PER_ID = 8
-_ROWS_PER_ID_SQUARED = 1
 _HAS_MKL = torch.backends.mkl.is_available()
 
 
@@ -82,7 +77,7 @@ class TorchBackend:
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor
     ) -> ScaledRows | None:
         """For updates that add a factor times its gradient to each row; None if not faster."""
-        dense = _is_dense_enough(weight, query.ids.shape[0], _ROWS_PER_ID)
+        dense = _is_dense_enough(weight, query.ids.shape[0])
         return ScaledRows(weight, query, grad) if dense and _HAS_MKL else None
 
     def update(
@@ -133,24 +128,20 @@ def _add_scaled(
     _multiply_and_add(weight, looked_up, grad, torch.from_numpy(per_id), 1)
 
 
-def _is_dense_enough(weight: torch.Tensor, num_ids: int, most: int) -> bool:
+def _is_dense_enough(weight: torch.Tensor, num_ids: int) -> bool:
     """Whether an update of all rows is faster; see Note [An update of all rows]."""
     fits = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
-    return fits and weight.shape[0] <= most * num_ids < 2**31
+    return fits and weight.shape[0] <= _ROWS_PER_ID * num_ids < 2**31
 
 
 def _updater(
     weight: torch.Tensor, looked_up: ByRow, optimizer: FusedOptimizer
 ) -> Callable[[torch.Tensor, ByRow, torch.Tensor, RowUpdate], None]:
     """The fastest way to update; see Note [An update of all rows]."""
-    num_ids = looked_up.ids.shape[0]
-    if not optimizer.scales_rows or optimizer.weight_decay:
+    if not isinstance(optimizer, SGD) or optimizer.weight_decay:
         return _add_rows
-    if optimizer.needs_squares and _is_dense_enough(weight, num_ids, _ROWS_PER_ID_SQUARED):
-        return _scale_rows
-    if not _HAS_MKL or not _is_dense_enough(weight, num_ids, _ROWS_PER_ID):
-        return _add_rows
-    return _scale_product if optimizer.needs_squares else _add_product
+    dense = _HAS_MKL and _is_dense_enough(weight, looked_up.ids.shape[0])
+    return _add_product if dense else _add_rows
 
 
 def _add_rows(weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate) -> None:
@@ -158,32 +149,11 @@ def _add_rows(weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: 
         rule.apply(weight, looked_up.rows[some], sums)
 
 
-def _scale_rows(
-    weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate
-) -> None:
-    edges = _edges(torch.bincount(looked_up.ids, minlength=weight.shape[0]))
-    for some, sums in _chunks(grad, looked_up.bags, looked_up.weights, edges):
-        state = rule.on(some.start, some.stop).state
-        factors = rule.optimizer.row_factors(mean_squares(sums), state)
-        assert isinstance(factors, torch.Tensor), "one factor per row"
-        weight[some].addcmul_(sums, factors.unsqueeze(1))
-
-
-def _scale_product(
-    weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate
-) -> None:
-    squares = _squares(grad, looked_up).div_(grad.shape[1])
-    factors = row_factors_of(rule.optimizer, looked_up.rows, squares, rule.state)
-    _add_scaled(weight, looked_up, grad, factors)
-
-
 def _add_product(
     weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate
 ) -> None:
-    factor = rule.optimizer.row_factors(None, rule.state)
-    assert isinstance(factor, float), "one factor for all rows"
     values = weight.new_ones(()).expand(looked_up.ids.shape[0])
-    _multiply_and_add(weight, looked_up, grad, values, factor)
+    _multiply_and_add(weight, looked_up, grad, values, -rule.optimizer.lr)
 
 
 def _multiply_and_add(

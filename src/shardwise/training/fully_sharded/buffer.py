@@ -25,6 +25,7 @@ from shardwise.errors import LayoutError
 from shardwise.simulation.parts import one_part, parts_of, roster_of, sized
 from shardwise.simulation.ranks import each_rank, localize, one_for_all
 from shardwise.training.fully_sharded.members import Member
+from shardwise.training.fully_sharded.packing import rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,6 @@ class FlatPiece:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-
-def rows_of(shape: Sequence[int], dim: int) -> tuple[int, int]:
-    """The number of rows along a dim, and the length of one."""
-    return shape[dim], math.prod((*shape[:dim], *shape[dim + 1 :]))
 
 
 def _with_rows(shape: tuple[int, ...], dim: int, num_rows: int) -> tuple[int, ...]:
@@ -253,7 +249,7 @@ class FlatBuffer:
         assert self.whole is not None, "start_gather() comes first"
         with torch.no_grad():
             if self.parts > 1:
-                collectives.finished(self.whole)
+                collectives.awaited(self.whole)
 
     def release(self, num_ranks: int | None = None) -> None:
         """Free the gathered buffer; with `num_ranks`, keep this rank's chunk of that many."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,16 +28,18 @@ from shardwise.training.fully_sharded.members import (
     note_replaced,
 )
 from shardwise.training.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy
-from shardwise.training.mesh_axes import mesh_axes
+from shardwise.training.mesh_axes import MeshAxes, mesh_axes
 from shardwise.training.reducer import declare, follow_all
 from shardwise.training.start_values import sync_values
+
+_Modules = TypeVar("_Modules", bound="nn.Module | list[nn.Module]")
 
 #: The group of each sharded parameter, by id.
 _groups: weakref.WeakValueDictionary[int, ParameterGroup] = weakref.WeakValueDictionary()
 
 
 def fully_shard(
-    module: nn.Module,
+    module: _Modules,
     mesh: DeviceMesh,
     *,
     reshard_after_forward: bool | int | None = None,
@@ -45,7 +47,7 @@ def fully_shard(
     offload_policy: CPUOffloadPolicy | None = None,
     prefetch: int = 1,
     ignored_params: Iterable[nn.Parameter] = (),
-) -> nn.Module:
+) -> _Modules:
     """Shard the parameters of a module over a data axis, in place; returns the module.
 
     Each rank keeps 1/n of the parameters, gradients and optimizer state. The parameters of the
@@ -53,6 +55,9 @@ def fully_shard(
     module's forward and again before its backward, and reduced with one reduce-scatter. So call it
     on each layer first, then on the model. Outside of forward, parameters are DTensors with rows of
     one dim on each rank.
+
+    A list of modules that run one after another, such as the last norm and the head, is one group:
+    gathered before the first of them runs, and freed after the last.
 
     `mesh` has one axis, or several: then the last shards and the others hold replicas. Each rank
     has its own batch along all of them. Parameters that are DTensors already are sharded further;
@@ -80,6 +85,8 @@ def fully_shard(
     >>> model[0].weight.placements, model[0].weight.grad.placements
     ((Shard(0, sizes=(3, 1)),), (Shard(0, sizes=(3, 1)),))
     """
+    modules = _listed(module)
+    around = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     place: ShardAxes | None = None
     found: list[Member] = []
     problem: Exception | None = None
@@ -91,14 +98,14 @@ def fully_shard(
             "mesh of all ranks."
         )
     left_out = {id(p) for p in ignored_params}
-    named = module.named_parameters(remove_duplicate=False)
+    named = around.named_parameters(remove_duplicate=False)
     ignored = {name for name, parameter in named if id(parameter) in left_out}
     try:
-        place = find_place(module, axes)
+        place = find_place(around, axes)
         _check_options(place, reshard_after_forward, mp_policy, prefetch)
-        forbid_both([axes], tensor_axes(module), "fully_shard")
-        _check_free(module)
-        found = _members(module, place, ignored)
+        forbid_both([axes], tensor_axes(around), "fully_shard")
+        _check_free(around, modules)
+        found = _members(around, place, ignored)
         for member in found:
             refuse_hooks(member.parameter, f"fully_shard: parameter {member.name!r}")
     except (ShardwiseError, RuntimeError) as error:
@@ -108,27 +115,26 @@ def fully_shard(
     agree(axes.grid, "fully_shard", f"{options}\n{request}", problem)
     assert place is not None, "agree() raised"
     group = ParameterGroup(
-        module,
+        around,
+        modules,
         place,
         reshard_after_forward=_reshards(reshard_after_forward, place.parts),
         precision=mp_policy or MixedPrecisionPolicy(),
-        offload=offload_policy,
+        offload=offload_policy if hasattr(offload_policy, "pin_memory") else None,
         prefetch=prefetch,
         ignored=ignored,
     )
-    sync_values((*(m.parameter for m in found), *module.buffers()), axes, 0)
+    sync_values((*(m.parameter for m in found), *around.buffers()), axes, 0)
     _close(group, found)
-    declare(module, DataAxes(axes, False), source=0)
-    module.__dict__[GROUP] = group
-    module.register_forward_pre_hook(group.before_forward, with_kwargs=True)
-    module.register_forward_hook(group.after_forward, always_call=True)
-    methods = {
-        "set_requires_gradient_sync": group.set_sync,
-        "unshard": group.unshard,
-        "reshard": group.reshard_now,
-    }
-    module.__dict__.update(methods)
+    _attach(group, axes)
     return module
+
+
+def _listed(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    if not modules or not all(isinstance(each, nn.Module) for each in modules):
+        raise ArgumentError(f"fully_shard takes a module or a list of modules, found {module!r}.")
+    return modules
 
 
 # -- what is sharded, and along which axis ---------------------------------------------------------
@@ -159,12 +165,13 @@ def _reshards(asked: bool | int | None, parts: int) -> bool | int | None:
     return asked
 
 
-def _check_free(module: nn.Module) -> None:
-    if group_of(module) is not None:
-        raise LayoutError(
-            f"fully_shard: this {type(module).__name__} is fully sharded already. Call it once for "
-            "each module: inner modules first, then those around them."
-        )
+def _check_free(module: nn.Module, modules: list[nn.Module]) -> None:
+    for each in modules:
+        if group_of(each) is not None:
+            raise LayoutError(
+                f"fully_shard: this {type(each).__name__} is fully sharded already. Call it once "
+                "for each module: inner modules first, then those around them."
+            )
     groups = [group for group in map(group_of, module.modules()) if group is not None]
     inner = {id(member.parameter) for group in groups for member in group.parameters.members}
     for path, parameter in module.named_parameters():
@@ -228,6 +235,21 @@ def _own_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]
 
 
 # -- making and undoing a group ------------------------------------------------------------------
+
+
+def _attach(group: ParameterGroup, axes: MeshAxes) -> None:
+    """Have the modules of a group gather it when they are called."""
+    methods = {
+        "set_requires_gradient_sync": group.set_sync,
+        "unshard": group.unshard,
+        "reshard": group.reshard_now,
+    }
+    for module in group.modules:
+        declare(module, DataAxes(axes, False), source=0)
+        module.__dict__.update(methods, **{GROUP: group})
+        # Before other hooks: they would send new parameters, and this one refuses them.
+        module.register_forward_pre_hook(group.before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(group.after_forward, always_call=True)
 
 
 @torch.no_grad()

@@ -52,7 +52,6 @@ class GroupParameters:
         """Start to gather."""
         if self.state != SHARDED:
             return
-        self._check()
         for buffer in self.buffers:
             buffer.collect()
         self.seen = self.version()
@@ -98,7 +97,8 @@ class GroupParameters:
         for buffer in self.buffers:
             buffer.collect(pin=getattr(self.offload, "pin_memory", False))
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise where a module holds another parameter than the sharded one."""
         for member in self.members:
             for owner, name in member.owners:
                 found: Any = owner._parameters.get(name)

@@ -133,8 +133,13 @@ class GroupGradients:
         self, buffer: FlatBuffer, grads: dict[int, torch.Tensor | None], rows: RowsInFlight
     ) -> None:
         kept: dict[int, tuple[int, ...]] = {}
+        declared: dict[Grid, tuple[int, ...]] = {}
         for number, grad in grads.items():
-            grads[number], kept[number] = self._local_gradient(buffer.members[number], grad)
+            member = buffer.members[number]
+            grid = member.layout.grid
+            if grid not in declared:
+                declared[grid] = data_axes_along(self.module, grid)
+            grads[number], kept[number] = self._local_gradient(member, grad, declared[grid])
         given = [one_part(grad) for grad in grads.values() if grad is not None]
         left = [axis for axis in self.place.replicas if self.place.grid.shape[axis] > 1]
         if buffer.parts == 1 and not left:
@@ -157,11 +162,11 @@ class GroupGradients:
             self.unsynced[key] = made
 
     def _local_gradient(
-        self, member: Member, grad: torch.Tensor | None
+        self, member: Member, grad: torch.Tensor | None, declared: tuple[int, ...]
     ) -> tuple[torch.Tensor | None, tuple[int, ...]]:
         """This rank's term of the sum over the group's axes, and axes that stay Partial.
 
-        Those are data axes that somebody else declared: whoever uses the gradient reduces it.
+        Those are `declared` as data axes by somebody else: whoever uses the gradient reduces it.
         """
         place, shard_grid = self.place, member.layout.grid
         if member.own:
@@ -171,10 +176,8 @@ class GroupGradients:
                 local = autograd.move(grad, grad._layout.with_placements(member.whole.placements))
                 local = local._local
             taken = {place.axis, *place.replicas} if shard_grid is place.grid else set()
-            others = data_axes_along(self.module, shard_grid)
-            kept = tuple(
-                a for a in others if a not in taken and member.layout.placements[a].is_replicate()
-            )
+            placed = member.layout.placements
+            kept = tuple(a for a in declared if a not in taken and placed[a].is_replicate())
             return local, kept
         whole: Any = member.whole
         if grad is None:

@@ -23,7 +23,7 @@ from torch import nn
 from shardwise._torch.autograd import in_backward
 from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.errors import LeafError, UnsupportedError
-from shardwise.training.fully_sharded.gathered import SHARDED, GroupParameters
+from shardwise.training.fully_sharded.gathered import SHARDED, WHOLE, GroupParameters
 from shardwise.training.fully_sharded.gradients import GroupGradients
 from shardwise.training.fully_sharded.hub import Hub, ModuleCall, group_of
 from shardwise.training.fully_sharded.members import ShardAxes
@@ -41,6 +41,7 @@ class ParameterGroup:
     def __init__(
         self,
         module: nn.Module,
+        modules: list[nn.Module],
         place: ShardAxes,
         *,
         reshard_after_forward: bool | int | None,
@@ -49,12 +50,14 @@ class ParameterGroup:
         prefetch: int,
         ignored: set[str],
     ) -> None:
-        self.module, self.place, self.ignored = module, place, ignored
+        #: The module, or a list of those that are called one after another.
+        self.module, self.modules = module, modules
+        self.place, self.ignored = place, ignored
         self.reshard_after_forward = reshard_after_forward
         self.precision, self.prefetch = precision, prefetch
         self.parameters = GroupParameters(place.grid.device_type, precision.param_dtype, offload)
         self.gradients = GroupGradients(
-            module, place, self.parameters, precision.reduce_dtype, prefetch
+            modules[0], place, self.parameters, precision.reduce_dtype, prefetch
         )
         self.hub = Hub()
         self.depth = 0
@@ -65,11 +68,14 @@ class ParameterGroup:
         self.twice: weakref.WeakSet[ModuleCall] = weakref.WeakSet()
         self.token: torch.Tensor | None = None
         self.call: ModuleCall | None = None
+        #: The call that goes on in the next of several modules.
+        self.unended: ModuleCall | None = None
         #: Whether `unshard()` asked to keep it gathered.
         self.pinned = False
 
     def __getstate__(self) -> dict[str, Any]:
         at_rest = {"depth": 0, "running": [], "twice": None, "token": None, "call": None}
+        at_rest["unended"] = None
         return {**self.__dict__, **at_rest, "pinned": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -79,6 +85,7 @@ class ParameterGroup:
 
     def unshard(self) -> None:
         """Gather the group now, and keep it gathered until `reshard`."""
+        self.parameters.check()
         self.drop_old()
         self.parameters.gather()
         self.pinned = True
@@ -116,6 +123,7 @@ class ParameterGroup:
         if self.parameters.seen != self.parameters.version():
             self.pinned = False
             self.twice.clear()
+        self.unended = None
         self.reshard()
         self.pinned = pinned
         self.parameters.drop_kept()
@@ -136,14 +144,18 @@ class ParameterGroup:
         return args, kwargs
 
     def _enter(self) -> None:
+        self.unended, unended = None, self.unended
         if in_backward():  # activation checkpointing computes forward again
             self.hub.attend_end()
             self.parameters.gather()
             self.token = None
+        elif unended is not None and self._goes_on(unended):
+            return
         else:
             if not _forwards:
                 self.hub.begin(self)
             elif self.hub is not _forwards[0].hub:
+                self.parameters.check()
                 self.hub = _forwards[0].hub
                 self.hub.groups.append(self)
             self.parameters.gather()
@@ -154,6 +166,14 @@ class ParameterGroup:
             if order[place - 1 : place] == [self]:
                 self.hub.prefetch(iter(order[place:]), self.prefetch)
         self._show()
+
+    def _goes_on(self, call: ModuleCall) -> bool:
+        """Let the next of several modules see what the one before saw."""
+        same = call.grad_enabled == torch.is_grad_enabled() and self.parameters.state == WHOLE
+        if same:
+            self.call = call
+            self.parameters.show(call.tensors)
+        return same
 
     def _show(self) -> None:
         """Show the modules whole tensors, those that are trained with a history."""
@@ -214,6 +234,9 @@ class ParameterGroup:
                 if tensor.requires_grad:
                     tensor.register_hook(functools.partial(self._before_backward, call))
                     num_hooked += 1
+        if call is not None and module is not self.modules[-1] and _forwards:
+            self.unended = call
+            return output
         # Without a hooked output nothing says when backward begins: then it stays gathered.
         is_read = call is not None and call.takes_gradients and not num_hooked
         if self._reshards() and not is_read and not self.parameters.are_in(output):

@@ -40,6 +40,7 @@ class ModuleCall:
     index: int
     version: int
     takes_gradients: bool = False
+    grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
     #: What its modules saw as their parameters: they see it again where checkpoints inside of them
     #: compute forward again. Dropped after backward, since its history refers to this.
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -68,7 +69,10 @@ class Hub:
         """A new forward of the outermost module."""
         if self.ends_backward and not in_backward():
             self.forget()  # that backward raised
-        found = [inner for inner in map(group_of, root.module.modules()) if inner is not None]
+        inside = (group for group in map(group_of, root.module.modules()) if group is not None)
+        found = list({id(group): group for group in inside}.values())
+        for group in found:
+            group.parameters.check()
         if found != self.groups:
             check_ties(root.module)
             self.groups = found

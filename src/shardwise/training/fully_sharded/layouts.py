@@ -14,9 +14,9 @@ from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.simulation.ranks import present
-from shardwise.training.fully_sharded.buffer import FlatBuffer, rows_of
+from shardwise.training.fully_sharded.buffer import FlatBuffer
 from shardwise.training.fully_sharded.members import Member, ShardAxes
-from shardwise.training.fully_sharded.packing import pack, rows_per_chunk, split_dim
+from shardwise.training.fully_sharded.packing import pack, rows_of, rows_per_chunk, split_dim
 from shardwise.training.mesh_axes import MeshAxes, ranks_along
 
 
@@ -75,21 +75,23 @@ def make_buffers(found: list[Member], place: ShardAxes) -> list[FlatBuffer]:
     for member in found:
         ranks = member.whole.grid.ranks if member.whole is not None else present(place.grid)
         shapes = {member.whole_shape(rank) for rank in ranks}
-        member.dim = split_dim(max(shapes, key=math.prod), place.parts)
         if len(shapes) == 1:
             kind = (member.layout.dtype, member.parameter.device)
             alike.setdefault(kind, []).append(member)
         else:
+            member.dim = split_dim(max(shapes, key=math.prod), place.parts)
             member.layout = _sharded(member, None, place)
             made.append(FlatBuffer(place.grid, place.axis, [member], [0], None))
     for members in alike.values():
         rank = present(place.grid)[0]
-        items = [rows_of(member.whole_shape(rank), member.dim) for member in members]
-        for packing in pack(items, place.parts):
+        wholes = [member.whole_shape(rank) for member in members]
+        for packing in pack(wholes, place.parts):
             for number, offset in packing.offsets.items():
-                num_rows, row = items[number]
+                member = members[number]
+                member.dim = packing.dims[number]
+                num_rows, row = rows_of(wholes[number], member.dim)
                 sizes = rows_per_chunk(offset, num_rows, row, packing.length, place.parts)
-                members[number].layout = _sharded(members[number], tuple(sizes), place)
+                member.layout = _sharded(member, tuple(sizes), place)
             inside = [members[number] for number in packing.offsets]
             offsets = list(packing.offsets.values())
             made.append(FlatBuffer(place.grid, place.axis, inside, offsets, packing.length))
