@@ -209,3 +209,16 @@ def test_a_new_tensor_has_memory_for_every_entry(scatter: Any) -> None:
         assert made.stride() == (2, 1)
         want = -made.full_tensor().agreed()
         assert torch.equal(made.neg_().full_tensor().agreed(), want)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 3), (0, 2, 3), (2, 2, 0)], ids=str)
+def test_kernels_are_not_asked_about_tensors_without_entries(shape: tuple[int, ...]) -> None:
+    """The backward of a batch norm without channels would end the process."""
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        x = shardwise.distribute_tensor(torch.ones(shape), mesh, [shardwise.Replicate()])
+        x.requires_grad_()
+        stats = [x.detach().new_ones(shape[1]) for _ in range(2)]
+        F.batch_norm(x, *stats).sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == shape

@@ -78,6 +78,8 @@ def with_kernel_strides(
     It stays as it is where the kernel refuses the small tensors.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if not all(t.numel() for t in tensors):
+        return result  # some kernels end the process
     if ASKED[op]:
         smaller = _smaller(op, args, tensors)
     elif sum(t.numel() for t in tensors) <= _MOST_ENTRIES:
@@ -128,8 +130,8 @@ def _stand_in(smaller: Callable[[int], int], device: str, x: torch.Tensor) -> to
         stride = dense_stride([2 * size for size in own], order)
     stride = tuple(new if old else 0 for new, old in zip(stride, steps, strict=True))
     made = torch.empty_strided(shape, stride, dtype=x.dtype, device=device)
-    # Zeros are indices, ones are divisors and probabilities.
-    return made.fill_(int(x.is_floating_point() or x.is_complex()))
+    # Ones are probabilities and divisors, zeros are indices.
+    return made.fill_(int(smaller is not int or x.is_floating_point() or x.is_complex()))
 
 
 def _ordered_like(fake: Any, found: Any) -> Any:

@@ -225,6 +225,7 @@ class Miss:
             except UnsupportedError:
                 to_source = _writes_to_source(op, args)
                 if to_source and op is aten.copy_.default and isinstance(args[1], Wrapped):
+                    check_overlaps(op, args)
                     write_through(*args[:2])
                     return args[0]
                 if twin is None or not (to_source or _may_write_back(args[0])):
