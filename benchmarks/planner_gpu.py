@@ -1,6 +1,7 @@
 """The planner's constants of a GPU, and how well they order plans: run this on one GPU.
 
     python -m benchmarks.planner_gpu --output src/shardwise/planner/constants_h200.json --name h200
+    python -m benchmarks.planner_gpu --constants h200
 
 Lookups and updates are measured with a collection on the GPU (seconds between device events, host
 included) and fitted. Then twenty plans of 26 tables on 8 ranks are drawn, each rank's set of tables
@@ -252,18 +253,19 @@ def rank_alone(
         by_columns = group.kind == "column_wise"
         rows = table.num_embeddings if by_columns else group.size
         width = group.size if by_columns else table.embedding_dim
-        part = rows / table.num_embeddings
         held.append(Table(table.name, rows, width))
-        ids_of.append(max(1, round(DLRM_IDS[group.table] * part)))
+        ids_of.append((DLRM_IDS[group.table], rows / table.num_embeddings))
     if not held:
         return 0.0
     draw = torch.Generator().manual_seed(rank)
     values, lengths = [], []
-    for table, ids in zip(held, ids_of, strict=True):
-        uniform = torch.rand(batch * ids, generator=draw, dtype=torch.float64)
+    for table, (ids, part) in zip(held, ids_of, strict=True):
+        # Of the ids of each bag, those of this part of the rows.
+        mine = torch.rand(batch, ids, generator=draw) < part
+        lengths.append(mine.sum(1))
+        uniform = torch.rand(int(mine.sum()), generator=draw, dtype=torch.float64)
         found = (uniform**2 * table.num_embeddings).long()
         values.append(found.clamp_(max=table.num_embeddings - 1))
-        lengths.append(torch.full((batch,), ids))
     jagged = Jagged([t.name for t in held], torch.cat(values), lengths=torch.cat(lengths))
     return sum(step_times(held, jagged.to(device), device, repeats))
 
@@ -273,7 +275,7 @@ def compare_plans(constants: Constants, device: str, num: int, batch: int, most:
     tables = drawn_tables(most)
     different = []
     for table, ids in zip(tables, DLRM_IDS, strict=True):
-        drawn = torch.rand(min(batch * ids, 1 << 22), dtype=torch.float64)
+        drawn = torch.rand(batch * ids, dtype=torch.float64)
         values = (drawn**2 * table.num_embeddings).long()
         different.append(1 - len(torch.unique(values)) / len(values))
     work = workload(
@@ -289,7 +291,7 @@ def compare_plans(constants: Constants, device: str, num: int, batch: int, most:
         plan = drawn_plan(tables, seed)
         priced = price(plan, work, setting)
         predicted.append(float(np.max(priced.compute_s + priced.widths_s)) + base)
-        times = [rank_alone(tables, plan, rank, batch, device, 4) for rank in range(RANKS)]
+        times = [rank_alone(tables, plan, rank, batch, device, 6) for rank in range(RANKS)]
         measured.append(max(times))
         print(f"plan {seed}: {1e3 * predicted[-1]:8.3f} ms predicted, {1e3 * measured[-1]:8.3f}")
     return rank_correlation(predicted, measured)
@@ -298,6 +300,7 @@ def compare_plans(constants: Constants, device: str, num: int, batch: int, most:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", default="constants_gpu.json")
+    parser.add_argument("--constants", help="a file, or h200: only plans are measured")
     parser.add_argument("--name", default="gpu")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--plans", type=int, default=20)
@@ -312,9 +315,12 @@ def main() -> None:
             (n, min(r, 5000), min(d, 32), min(b, 256), min(i, 4), s) for n, r, d, b, i, s in CASES
         ]
         repeats, batch, most = 2, 128, 5000
-    constants = calibrate_gpu(options.device, options.name, cases, repeats)
-    constants.save(options.output)
-    print(f"constants: {options.output}")
+    if options.constants:
+        constants = Constants.of(options.constants)
+    else:
+        constants = calibrate_gpu(options.device, options.name, cases, repeats)
+        constants.save(options.output)
+        print(f"constants: {options.output}")
     correlation = compare_plans(constants, options.device, options.plans, batch, most)
     print(f"rank correlation of {options.plans} plans: {correlation:.3f}")
 

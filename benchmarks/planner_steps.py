@@ -1,13 +1,15 @@
 """Real steps of plans against their predicted costs: 26 tables of skewed sizes, 4 gloo processes.
 
-    python -m benchmarks.planner_steps [--peer-python PYTHON] [--constants FILE] [--rounds 3]
+    python -m benchmarks.planner_steps [--peer-python PYTHON] [--constants FILE] [--rounds 9]
 
 The machine is calibrated first (unless --constants names a file). Then the planned step, all tables
 row-wise, column-wise, table-wise, and further drawn plans run in turn in the same processes, round
-after round. A rank's time is the median of its CPU seconds over rounds, since processes that share
-cores wait for each other; the slowest rank counts. It prints the predicted and measured times and
-their rank correlation. With --peer-python, torchrec runs the same tables and batches with its own
-plan, in its own processes.
+after round; and once more in new processes. A rank's time is the median of its CPU seconds over all
+rounds, since processes that share cores wait for each other; the slowest rank counts. Where there
+are cores enough, each rank keeps to its own. It prints the predicted and measured times, their rank
+correlation, and that of the two sets of processes with each other, which no prediction can exceed
+by much. With --peer-python, torchrec runs the same tables and batches with its own plan, in its own
+processes.
 """
 
 from __future__ import annotations
@@ -54,11 +56,21 @@ def batch_of(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(values), torch.cat(lengths)
 
 
-def timed(steps: list[Any], rounds: int) -> list[float]:
-    """Of each kind of step, the median of this process's CPU seconds over rounds.
+def keep_to_own_cores() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // RANKS
+    if each >= 2:
+        first = dist.get_rank() * each
+        for task in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(task), cores[first : first + each])
+
+
+def timed(steps: list[Any], rounds: int) -> list[list[float]]:
+    """Of each kind of step, this process's CPU seconds in each round.
 
     Each runs twice in a round, and the second time counts: the first warms the caches.
     """
+    keep_to_own_cores()
     batches = [batch_of(dist.get_rank(), number) for number in range(2)]
     found: list[list[float]] = [[] for _ in steps]
     for number in range(rounds + 1):
@@ -70,13 +82,18 @@ def timed(steps: list[Any], rounds: int) -> list[float]:
                 spent = time.process_time() - start
             if number:
                 times.append(spent)
-    return [statistics.median(times) for times in found]
+    return found
+
+
+def slowest(per_rank: list[list[list[float]]]) -> list[float]:
+    """Of each kind of step, the median seconds of the rank that takes longest."""
+    return [max(map(statistics.median, each)) for each in zip(*per_rank, strict=True)]
 
 
 # -- ours ------------------------------------------------------------------------------------
 
 
-def run_ours(plans: list[dict[str, Any]], rounds: int) -> list[float]:
+def run_ours(plans: list[dict[str, Any]], rounds: int) -> list[list[float]]:
     import shardwise
     from shardwise.embedding import EmbeddingBagCollection, Jagged, Plan, RowWiseAdagrad, Table
 
@@ -136,7 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     constants = Constants.of(options.constants) if options.constants else calibrate(num_ranks=RANKS)
     tables = [Table(name, rows, dim) for name, rows, dim, _ in sizes()]
-    work = with_sample(workload(tables), whole_batches())
+    work = with_sample(workload(tables), whole_batches(), num_ranks=RANKS)
     # Squares of column-split rows are kept apart, as torchrec does: nothing more is sent, and so
     # the costs are those of an optimizer without squares.
     found = plan(work, RANKS, constants=constants, optimizer="sgd", gap=0.001)
@@ -152,11 +169,12 @@ def main(arguments: list[str] | None = None) -> None:
         name: price(Plan(entries), work, found.setting).expected_s
         for name, entries in plans.items()
     }
-    per_rank = launch(
-        run_ours, RANKS, list(plans.values()), options.rounds, collective_timeout_s=300
-    )
-    slowest = [max(times) for times in zip(*per_rank, strict=True)]
-    measured = dict(zip(plans, slowest, strict=True))
+    runs = [
+        launch(run_ours, RANKS, list(plans.values()), options.rounds, collective_timeout_s=300)
+        for _ in range(2)
+    ]
+    both = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(*runs, strict=True)]
+    measured = dict(zip(plans, slowest(both), strict=True))
     print(f"{'plan':<20} {'predicted ms':>12} {'measured ms':>12}")
     for name in sorted(plans, key=measured.__getitem__):
         print(f"{name:<20} {1e3 * predicted[name]:12.2f} {1e3 * measured[name]:12.2f}")
@@ -164,7 +182,8 @@ def main(arguments: list[str] | None = None) -> None:
     correlation = rank_correlation([predicted[n] for n in order], [measured[n] for n in order])
     others = ("all row-wise", "all column-wise", "greedy table-wise")
     best = min(others, key=measured.__getitem__)
-    print(f"rank correlation of {len(plans)} plans: {correlation:.3f}")
+    agree = rank_correlation(*map(slowest, runs))
+    print(f"rank correlation of {len(plans)} plans: {correlation:.3f}; of two runs: {agree:.3f}")
     ratio = measured["planned"] / measured[best]
     print(f"planned over the best of the three ({best}): {ratio:.3f}")
     if options.peer_python is None:
@@ -273,7 +292,7 @@ def _peer_rank(rank: int, port: int, rounds: int, queue: Any) -> None:
         out = found.wait().values() if hasattr(found, "wait") else found.values()
         out.backward(torch.ones_like(out))
 
-    queue.put(timed([step], rounds)[0])
+    queue.put(statistics.median(timed([step], rounds)[0]))
     dist.barrier()
 
 

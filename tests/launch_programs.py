@@ -25,6 +25,14 @@ def noted_total(note, number):
     return total(number)
 
 
+def sum_on_a_gpu():
+    """Adam asks for the state of the GPU, also where parameters are on the CPU."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    torch.optim.Adam([weight], lr=0.5).step()
+    return torch.tensor([1.0, 2.0], device="cuda").sum().item()
+
+
 def where_it_listens():
     dist.barrier()
     return [address for address, _ in listening()]

@@ -81,7 +81,7 @@ def test_plans_of_noise(folder, noise):
 def test_plans_that_are_deep_or_long(folder, deep):
     for name in ("plan.toml", "plan.json"):
         (folder / name).write_text(deep)
-        with pytest.raises(LayoutError, match="cannot be read as a plan"):
+        with pytest.raises(LayoutError, match=r"cannot be read as (TOML|JSON)"):
             load_table_plan(folder / name)
     (folder / "long.toml").write_bytes(b"#" * (3 << 20))
     with pytest.raises(LayoutError, match="more than 2097152 bytes"):

@@ -3,9 +3,14 @@
 torch imports its compiler when the first optimizer is made, and more when the first subclass tensor
 is detached: seconds per rank. Both happen here, in a simulated world of one that ends before the
 first fork and leaves no thread and no process group.
+
+A process that has asked CUDA's runtime how many GPUs there are cannot be forked: its children could
+not use them. Making a mesh asks; by this setting torch asks NVML instead, which has no such effect.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,12 +23,21 @@ from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
 from shardwise.simulation.world import simulate
 
+_ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
 
 def warm_up() -> DTensor:
     """The first optimizer and the first DTensor."""
-    with simulate(1):
-        number = distribute_tensor(torch.zeros(1), init_device_mesh("cpu", (1,)), [Replicate()])
-        torch.optim.SGD([torch.nn.Parameter(number)], lr=1.0)
+    before = os.environ.get(_ASK_NVML)
+    os.environ[_ASK_NVML] = "1"
+    try:
+        with simulate(1):
+            number = distribute_tensor(torch.zeros(1), init_device_mesh("cpu", (1,)), [Replicate()])
+            torch.optim.SGD([torch.nn.Parameter(number)], lr=1.0)
+    finally:
+        del os.environ[_ASK_NVML]
+        if before is not None:
+            os.environ[_ASK_NVML] = before
     return number
 
 

@@ -132,6 +132,9 @@ def test_explain_prices_ten_thousand_ranks(run):
         (("", ""), ("--html", "nowhere/page.html"), "no folder for 'nowhere/page.html'"),
         (("", ""), ("--exchange-dtype", "int8"), "bfloat16"),
         (("", ""), ("--compare", "other.toml"), "does not fit the tables"),
+        (("", ""), ("--compare", "nowhere.toml"), "nowhere.toml cannot be read"),
+        (("", ""), ("--calibrate", "nowhere/mine.json"), "no folder for 'nowhere/mine.json'"),
+        (("", ""), ("--calibrate", "mine.toml"), "written as .json"),
         (("", ""), ("--constants", "tables.toml"), "holds no constants"),
         (("", ""), ("--sample", "planner_sample.py:nothing"), "no callable"),
     ],
@@ -160,6 +163,7 @@ def test_targets_that_hold_no_tables(run):
     for source, message in (
         ("nowhere.toml", "no file of tables"),
         ("planner_sample:plain", "without a collection"),
+        ("planner_sample:batches", "should return a module"),
         ("nowhere:make", "no module"),
     ):
         found = run("plan", source, "--ranks", 2)

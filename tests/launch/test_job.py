@@ -1,15 +1,18 @@
 """The launcher against ranks that die, fail, hang or send late, in any order: no processes."""
 
 import multiprocessing
+import os
 import pickle
 import random
 import time
 
 import pytest
+import torch
 
 from shardwise.errors import LaunchError, LayoutError, ShardwiseError
 from shardwise.launch import job as jobs
 from shardwise.launch.job import Failed, Job, Message
+from shardwise.preload import warm_up
 
 
 class Process:
@@ -112,3 +115,19 @@ def check_error(error, stories):
         assert isinstance(error, LaunchError)
         assert "did not" in text
         assert hangs
+
+
+def test_what_ranks_are_forked_from_does_not_ask_the_runtime_for_gpus(monkeypatch):
+    """Its children could not use a GPU then; with the setting, torch asks NVML."""
+    asked = []
+
+    def is_available():
+        asked.append(os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
+    warm_up()
+    assert asked
+    assert set(asked) == {"1"}
+    assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "0"

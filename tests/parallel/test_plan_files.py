@@ -83,7 +83,7 @@ def test_a_word_with_options():
     [
         ('format = "other"', "does not say format"),
         ('format = "shardwise plan 1"', "should hold format and modules"),
-        ("format = ", "cannot be read as a plan"),
+        ("format = ", "cannot be read as TOML"),
         ('format = "shardwise plan 1"\n[modules]\na = 3', "'a' has 3"),
         ('format = "shardwise plan 1"\n[modules]\na = "columnwise"', "'columnwise' for 'a'"),
         ('format = "shardwise plan 1"\n[modules]\na = {style = "colwise", dim = 1}', "'dim'"),

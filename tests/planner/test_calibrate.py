@@ -5,15 +5,19 @@ import pytest
 
 from shardwise.embedding import EmbeddingBagCollection, Jagged, Table
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.planner import workload
+from shardwise.planner import price, workload
 from shardwise.planner.calibrate import (
+    TOUCHED,
     KernelTiming,
     draw_batch,
     fit_kernel,
+    fit_steps,
     least_squares_from_zero,
-    measure_case,
+    sampled,
+    step_cases,
 )
-from shardwise.planner.constants import Kernel
+from shardwise.planner.constants import Constants, Kernel
+from shardwise.planner.costs import Setting
 from shardwise.planner.workload import with_sample
 
 
@@ -39,11 +43,35 @@ def test_pieces_are_found_again():
     assert found.call_s == pytest.approx(truth.call_s, rel=0.01)
 
 
-def test_a_case_is_measured():
-    forward, backward = measure_case((2, 100, 4, 8, 2, 1.0), repeats=1)
-    assert forward.seconds > 0
-    assert backward.seconds > 0
-    assert (forward.tiles, forward.ids, forward.bags) == (2, 32.0, 16.0)
+def test_constants_of_steps_are_found_again():
+    """Not each of them, as some always occur together, but the steps that they make."""
+    terms = (0.0, 1e-5, 1e-8, 2e-8, TOUCHED, (1e-11, 1e-10, 2e-10), 1e-10)
+    truth = Constants(
+        name="truth", lookup=Kernel(*terms), update=Kernel(*terms, 1e-7, 1e-9),
+        latency_s=0.0, latency_between_s=0.0, owner_byte_s=3e-10, owner_byte_between_s=3e-10,
+        asker_byte_s=4e-10, leg_s=1e-5, send_id_s=1e-8, split_id_s=2e-8, copy_byte_s=2e-9,
+        copy_byte_between_s=2e-9, step_s=3e-3, width_s=1e-3, sum_id_s=1e-7, group_s=4e-4,
+    )  # fmt: skip
+    cases = step_cases(4)
+
+    def seconds(constants):
+        setting = Setting(4, 4, constants, "sgd")
+        found = [price(case.plan, sampled(case, 4), setting) for case in cases]
+        return np.stack([each.seconds + each.widths_s for each in found], 1)
+
+    wanted = seconds(truth)
+    assert seconds(fit_steps(cases, wanted, 3e-10)) == pytest.approx(wanted, rel=0.01)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_drawn_steps_have_every_kind(num_ranks):
+    cases = step_cases(num_ranks)
+    kinds = set()
+    for case in cases:
+        for kind, ranks in case.plan.holders(case.tables, num_ranks):
+            kinds.add(kind)
+            assert ranks is None or max(ranks) < num_ranks
+    assert kinds == {"table_wise", "row_wise", "column_wise", "grid", "data_parallel"}
 
 
 def test_a_sample_gives_figures():

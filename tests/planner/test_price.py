@@ -20,6 +20,7 @@ from shardwise.embedding import (
 )
 from shardwise.planner import Constants, price, workload
 from shardwise.planner import plan as plan_tables
+from shardwise.planner.constants import Kernel
 from shardwise.planner.costs import Setting
 from shardwise.planner.price import shard_groups
 from shardwise.planner.workload import with_sample
@@ -268,3 +269,22 @@ def test_repeats_of_parts_are_estimated_from_those_of_all(parts):
     )
     found = sum(len(part.unique()) for part in ids.view(parts, -1))
     assert work.uses[0].different(parts) == pytest.approx(found, rel=0.03)
+
+
+def test_an_update_is_priced_by_its_different_rows():
+    zero = Kernel(0.0, 0.0, 0.0, 0.0, (1.0,), (0.0,))
+    update = dataclasses.replace(zero, row_s=1.0, row_byte_s=0.5)
+    # 10 different rows of 32 bytes, whatever the number of ids and bags.
+    for ids, bags in ((10, 10), (1000, 50)):
+        assert update.seconds(ids, bags, 32.0, 320.0) == pytest.approx(10 * 1.0 + 320 * 0.5)
+
+
+def test_groups_of_tables_split_by_rows_are_asked_for_apart():
+    constants = dataclasses.replace(Constants.of("cpu"), group_s=1.0, width_s=0.0)
+    work = workload(TABLES, batch=64, ids_per_bag=3, repeated=0.0)
+
+    def groups(plan):
+        return price(Plan.of(plan), work, Setting(4, 4, constants, "sgd")).widths_s.max()
+
+    assert groups("table_wise") == pytest.approx(0.0, abs=1e-3)
+    assert groups("row_wise") == pytest.approx(len({t.embedding_dim for t in TABLES}), abs=1e-3)

@@ -1,5 +1,6 @@
 """The solver against every plan there is, on problems small enough to try them all."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -93,6 +94,18 @@ def test_hosts(seed, exact):
     assert found.assignment.fits()
     assert found.bound_s <= best * (1 + 1e-6)
     assert best * (1 - 1e-9) <= found.cost_s <= best * (1 + (1e-6 if exact else 0.15))
+
+
+@pytest.mark.parametrize("exact", SOLVERS)
+def test_shards_that_load_every_rank_too(exact):
+    """As a table on one rank does, whose rows every rank asks for."""
+    problem = make_problem(0, num_tables=4)
+    for each in problem.options:
+        each[0] = dataclasses.replace(each[0], everywhere=np.array([0.2, 1.0]))
+    best = least_cost(problem)
+    found = solve(problem, gap=1e-6, exact=exact)
+    assert found.bound_s <= best * (1 + 1e-6)
+    assert best * (1 - 1e-9) <= found.cost_s <= best * (1 + (1e-6 if exact else 0.1))
 
 
 @pytest.mark.parametrize("seed", range(4))

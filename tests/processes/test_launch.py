@@ -11,6 +11,7 @@ from pathlib import Path
 import late_program
 import launch_programs as programs
 import pytest
+import torch
 
 import shardwise
 from shardwise.launch import LOOPBACK, launch
@@ -117,3 +118,9 @@ def _is_zombie(pid):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except FileNotFoundError:
         return True
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_launched_processes_can_use_a_gpu():
+    assert launch(programs.sum_on_a_gpu, 2) == [3.0, 3.0]

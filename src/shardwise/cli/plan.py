@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table as RichTable
 
@@ -18,6 +19,7 @@ from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection, Pla
 from shardwise.embedding.plan import EXCHANGE_DTYPES
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.planner.calibrate import calibrate
+from shardwise.planner.constants import check_constants_path
 from shardwise.planner.exact import find_highs
 from shardwise.planner.explaining import (
     Comparison,
@@ -71,7 +73,11 @@ def run_plan(
     html: str | None,
 ) -> None:
     out = console()
+    for path in (output, html, calibrate_to):
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ArgumentError(f"There is no folder for {path!r}; make it first.")
     if calibrate_to is not None:
+        check_constants_path(calibrate_to)
         measured = calibrate()
         measured.save(calibrate_to)
         out.print(f"The constants of this machine are in {calibrate_to}.")
@@ -82,10 +88,10 @@ def run_plan(
         raise ArgumentError("Name a file of tables, or a model as pkg.module:factory.")
     if output is not None and Path(output).suffix not in (".toml", ".json"):
         raise ArgumentError(f"A plan file ends in .toml or .json; found {output!r}.")
-    for path in (output, html):
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise ArgumentError(f"There is no folder for {path!r}; make it first.")
     work = read_workload(source, batch, sample, ranks)
+    rivals = [Plan.of(Path(path)) for path in compared]
+    for rival in rivals:
+        rival.holders(work.tables, ranks)  # raises if it is a plan of other tables or ranks
     if find_highs() is None and not no_solver:
         print(
             "highspy is not installed: only the built-in search and bound. For HiGHS: "
@@ -105,7 +111,7 @@ def run_plan(
         solver=not no_solver,
         tell=None if as_json else _tell,
     )
-    others = [compare(result, Plan.load(path), path) for path in compared]
+    others = [compare(result, *pair) for pair in zip(rivals, compared, strict=True)]
     if output is not None:
         result.plan.save(output)
     if html is not None:
@@ -148,6 +154,11 @@ def read_workload(
 def _workload_of_model(source: str, batch: int | None) -> Workload:
     made = load_target(source)()
     module = made[0] if isinstance(made, tuple) else made
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(
+            f"{source} should return a module, or a module and a batch; found "
+            f"{type(module).__name__}."
+        )
     collections = [
         inner
         for inner in module.modules()

@@ -1,14 +1,17 @@
-"""Measure the constants of this machine: time lookups, updates and exchanges, then fit them.
+"""Measure the constants of this machine: time steps, then fit lookups, updates and exchanges.
 
 Times are CPU seconds of the whole process, so other load on the machine does not change them. On a
-GPU the seconds are those of its stream.
+GPU, kernels are timed alone (`benchmarks/planner_gpu.py`), and the seconds are those of its stream.
 """
 
 from __future__ import annotations
 
+import math
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +28,7 @@ from shardwise.planner.constants import Constants, Kernel
 from shardwise.planner.costs import Setting
 from shardwise.planner.price import price
 from shardwise.planner.problem import Array
-from shardwise.planner.workload import workload
+from shardwise.planner.workload import Workload, with_sample, workload
 
 #: Bytes that a step touches, at which seconds per byte are fitted.
 TOUCHED = (1e5, 4e6, 2e8)
@@ -44,212 +47,210 @@ class KernelTiming:
     seconds: float
 
 
-#: Tables, rows of each, dim, bags, ids per bag, and how strongly ids are skewed.
-CASES = (
-    (1, 1_000, 16, 512, 1, 1.0),
-    (1, 1_000, 64, 2048, 10, 1.0),
-    (1, 100_000, 64, 2048, 10, 1.0),
-    (1, 1_000_000, 64, 2048, 10, 1.0),
-    (1, 1_000_000, 64, 8192, 10, 1.0),
-    (1, 1_000_000, 128, 4096, 20, 3.0),
-    (1, 100_000, 16, 8192, 20, 1.0),
-    (1, 100_000, 128, 8192, 1, 1.0),
-    (8, 20_000, 32, 1024, 5, 1.0),
-    (26, 2_000, 32, 512, 2, 1.0),
-    (26, 50_000, 64, 512, 10, 2.0),
-    (1, 400_000, 256, 2048, 5, 1.0),
-    # Narrow rows, as in column-wise shards: there the ids cost, not the bytes.
-    (1, 100_000, 4, 8192, 20, 1.0),
-    (1, 20_000, 8, 8192, 20, 2.0),
-    (8, 20_000, 8, 2048, 20, 1.0),
-    (4, 100_000, 16, 2048, 40, 2.0),
-)
-
-
-#: Constants that are fitted to steps of several ranks, beside factors of both kernels.
+#: Steps that several ranks take together are drawn: sets of tables, and plans of all kinds, since
+#: a rank's tables of one width share a kernel, and caches serve all of them.
+NUM_STEPS = 40
+#: Constants that are fitted to those steps, beside the terms of both kernels.
 FITTED = (
-    "step_s", "latency_s", "owner_byte_s", "asker_byte_s", "leg_s", "send_id_s", "split_id_s",
-    "copy_byte_s",
+    "step_s", "width_s", "asker_byte_s", "leg_s", "send_id_s", "split_id_s", "sum_id_s",
+    "group_s", "copy_byte_s",
 )  # fmt: skip
-#: Terms of the update kernel that are fitted to those steps too.
 TERMS = ("tile_s", "id_s", "bag_s", "bag_byte_s")
-#: Tables, rows, dim, bags of a rank and ids per bag, of steps that several ranks take together.
-STEPS = (
-    (26, 400, 16, 64, 1),
-    (26, 2_000, 64, 512, 4),
-    (8, 20_000, 64, 512, 20),
-    (8, 5_000, 128, 1024, 2),
-    (12, 20_000, 32, 1024, 6),
-    (12, 20_000, 16, 512, 20),
-    (6, 100_000, 32, 512, 40),
-)
-#: Kinds, and tables on some ranks only, which tell holders' costs from those of requesting ranks.
-KINDS: tuple[Entry, ...] = (
-    "table_wise",
-    "column_wise",
-    "row_wise",
-    "data_parallel",
-    {"kind": "table_wise", "rank": 0},
-    {"kind": "column_wise", "ranks": [0, 1]},
-    {"kind": "grid", "ranks": [0, 1]},
-)
+ROW_TERMS = ("row_s", "row_byte_s")
 
 
-def calibrate(*, num_ranks: int = 4, repeats: int = 4) -> Constants:
+@dataclass(frozen=True, slots=True)
+class StepCase:
+    """A step to measure: tables, ids per bag of each, a plan, bags of a rank, skew of ids."""
+
+    tables: tuple[Table, ...]
+    ids: tuple[int, ...]
+    plan: Plan
+    bags: int
+    skew: float
+
+
+def calibrate(*, num_ranks: int = 4, repeats: int = 7) -> Constants:
     """The constants of this machine's CPU, in CPU seconds."""
-    lookups, updates = [], []
-    for case in CASES:
-        forward, backward = measure_case(case, repeats)
-        lookups.append(forward)
-        updates.append(backward)
     threads = torch.get_num_threads()
-    said = "CPU seconds, measured by shardwise plan --calibrate"
-    zero = Kernel(0.0, 0.0, 0.0, 0.0, (1.0,), (0.0,))
+    measured = launch(measure_steps, num_ranks, repeats, threads, collective_timeout_s=300)
+    times, sent_byte_s = zip(*measured, strict=True)
+    said = f"CPU seconds, measured by shardwise plan --calibrate; {threads} threads"
     sources = {
-        "lookup, update": f"{said}; {len(CASES)} cases, {threads} threads",
-        "round_byte_s": said,
-        "exchanges": f"{said}; steps of {num_ranks} gloo processes of one machine",
+        "all but those below": f"{said}; {NUM_STEPS} steps of {num_ranks} gloo processes",
+        "round_byte_s, owner_byte_s": said,
         "between hosts": "not measured: taken as within one",
     }
-    nothing = {each.name: 0.0 for each in fields(Constants) if each.type == "float"}
-    empty = Constants(name="this machine", lookup=zero, update=zero, sources=sources, **nothing)
-    whole = replace(
-        empty,
-        lookup=fit_kernel(lookups),
-        update=fit_kernel(updates),
-        round_byte_s=measure_rounding(),
-    )
-    measured = launch(measure_steps, num_ranks, repeats, threads, collective_timeout_s=300)
-    return fit_steps(whole, empty, np.asarray(measured), num_ranks)
+    found = fit_steps(step_cases(num_ranks), np.asarray(times), max(sent_byte_s))
+    return replace(found, round_byte_s=measure_rounding(), sources=sources)
 
 
-def step_cases() -> list[tuple[list[Table], Plan, int, int]]:
-    """Tables, a plan, bags of a rank and ids per bag."""
-    found = []
-    for num, rows, dim, bags, ids in STEPS:
-        tables = [Table(f"t{i}", rows, dim) for i in range(num)]
-        found += [(tables, Plan({"*": entry}), bags, ids) for entry in KINDS]
-    return found
+def step_cases(num_ranks: int) -> list[StepCase]:
+    return [drawn_case(seed, num_ranks) for seed in range(NUM_STEPS)]
 
 
-def measure_steps(repeats: int, threads: int) -> list[float]:
-    """On each rank: CPU seconds of a step of each case."""
+def drawn_case(seed: int, num_ranks: int) -> StepCase:
+    """Some tables, each split, replicated, or whole on one of a few ranks."""
+    draw = random.Random(seed)
+    num = draw.randint(4, 30)
+    bags, skew = draw.choice((128, 256, 512, 1024)), draw.choice((1.0, 2.0, 3.0))
+    split, used = draw.random(), draw.randint(1, num_ranks)
+    tables: list[Table] = []
+    ids: list[int] = []
+    entries: dict[str, Entry] = {}
+    for i in range(num):
+        name = f"t{i}"
+        rows = int(math.exp(draw.uniform(math.log(4), math.log(200_000))))
+        dim = draw.choice((8, 16, 32, 64, 64, 128, 128))
+        most = min(60, 50_000 // bags)
+        ids.append(min(most, max(1, int(math.exp(draw.gauss(1.2, 1.2))))))
+        tables.append(Table(name, rows, dim))
+        if rows < 3000 and draw.random() < 0.3:
+            entries[name] = "data_parallel"
+        elif draw.random() < split and rows >= 100:
+            kind = draw.choice(("row_wise", "column_wise", "grid"))
+            holders = min(draw.choice((2, 2, 3, 4) if kind == "grid" else (2, 4)), num_ranks)
+            ranks = sorted(draw.sample(range(num_ranks), holders))
+            entries[name] = kind if kind == "row_wise" else {"kind": kind, "ranks": ranks}
+        else:
+            entries[name] = {"kind": "table_wise", "rank": draw.randrange(used)}
+    return StepCase(tuple(tables), tuple(ids), Plan(entries), bags, skew)
+
+
+def measure_steps(repeats: int, threads: int) -> tuple[list[float], float]:
+    """On each rank: the median CPU seconds of a step of each case, and of a byte sent or received.
+
+    The steps of all cases take turns, and each is taken with two batches, of which the second
+    counts: that finds its own rows in no cache, and its code in all.
+    """
     torch.set_num_threads(threads)
     num, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (num,))
-    found = []
-    for tables, plan, bags, ids in step_cases():
+    made = []
+    for case in step_cases(num):
         optimizer = RowWiseAdagrad(0.01, across_columns=False)
         collection = EmbeddingBagCollection(
-            tables, optimizer=optimizer, output="tensor", device="meta"
-        ).shard(mesh, plan)
-        batch = draw_batch(tables, bags, ids, 1.0, seed=rank)
-        times = []
-        for _ in range(repeats + 1):
-            dist.barrier()
-            start = time.process_time()
-            out = collection(batch)
-            out.backward(torch.ones_like(out))
-            times.append(time.process_time() - start)
-        found.append(min(times[1:]))
-    return found
+            case.tables, optimizer=optimizer, output="tensor", device="meta"
+        ).shard(mesh, case.plan)
+        made.append((collection, [rank_batch(case, rank, step) for step in range(2)]))
+    times = np.zeros((len(made), repeats + 1))
+    for number in range(repeats + 1):
+        for place, (collection, batches) in enumerate(made):
+            for batch in batches:
+                dist.barrier()
+                start = time.process_time()
+                out = collection(batch)
+                out.backward(torch.ones_like(out))
+                times[place, number] = time.process_time() - start
+    return np.median(times[:, 1:], axis=1).tolist(), measure_exchange()
 
 
-def fit_steps(whole: Constants, empty: Constants, measured: Array, num_ranks: int) -> Constants:
-    """The constants of updates and exchanges, from steps by rank and case.
+def measure_exchange(num: int = 1 << 20, repeats: int = 10) -> float:
+    """CPU seconds per byte that a rank sends to others or receives from them."""
+    others = dist.get_world_size() - 1
+    if not others:
+        return 0.0
+    sent = torch.zeros((others + 1) * num)
+    received = torch.empty_like(sent)
+    times = []
+    for _ in range(repeats):
+        dist.barrier()
+        start = time.process_time()
+        dist.all_to_all_single(received, sent)
+        times.append(time.process_time() - start)
+    return float(np.median(times)) / (2 * others * num * sent.element_size())
 
-    A step's cost is linear in the constants: with one of them set to 1, it is the coefficient.
-    Lookups stay as they were measured alone; so do the sizes at which bytes cost more.
+
+def rank_batch(case: StepCase, rank: int, step: int) -> Jagged:
+    return draw_batch(case.tables, case.bags, case.ids, case.skew, seed=1000 * rank + step)
+
+
+def fit_steps(cases: Sequence[StepCase], measured: Array, owner_byte_s: float) -> Constants:
+    """The constants that give these steps, by rank and case, with the least relative errors.
+
+    A step's cost is linear in the constants: with one of them set to 1, it is the coefficient. What
+    the owner of a row pays for sending it is given, since steps do not tell it from what the owner
+    pays for looking it up.
     """
-    update = whole.update
-    none = replace(update, call_s=0.0, tile_s=0.0, id_s=0.0, bag_s=0.0, bag_byte_s=0.0)
-    unread = replace(none, byte_s=tuple(0.0 for _ in update.byte_s))
-    terms = [replace(unread, **{name: 1.0}) for name in TERMS]  # type: ignore[arg-type]
-    singles = [replace(empty, update=none), *(replace(empty, update=each) for each in terms)]
+    num_ranks = len(measured)
+    zero = Kernel(0.0, 0.0, 0.0, 0.0, TOUCHED, tuple(0.0 for _ in TOUCHED))
+    nothing: dict[str, Any] = {e.name: 0.0 for e in fields(Constants) if e.type == "float"}
+    empty = Constants(name="this machine", lookup=zero, update=zero, width_s=0.0, **nothing)
+    # More bytes touched are never read faster: each piece adds to those before it.
+    pieces = [tuple(float(k >= i) for k in range(len(TOUCHED))) for i in range(len(TOUCHED))]
+    lookups = [replace(zero, **{name: 1.0}) for name in TERMS]  # type: ignore[arg-type]
+    lookups += [replace(zero, byte_s=piece) for piece in pieces]
+    updates = lookups + [replace(zero, **{name: 1.0}) for name in ROW_TERMS]  # type: ignore[arg-type]
+    singles = [replace(empty, lookup=each) for each in lookups]
+    singles += [replace(empty, update=each) for each in updates]
     singles += [replace(empty, **{name: 1.0}) for name in FITTED]  # type: ignore[arg-type]
-    matrix = np.stack([_step_seconds(single, num_ranks) for single in singles], 1)
-    known = _step_seconds(replace(empty, lookup=whole.lookup), num_ranks)
+    works = [sampled(case, num_ranks) for case in cases]
+    matrix = np.stack(
+        [_step_seconds(single, cases, works, num_ranks) for single in singles], axis=1
+    )
+    sending = replace(empty, owner_byte_s=owner_byte_s, owner_byte_between_s=owner_byte_s)
     times = measured.reshape(-1)
-    left = np.maximum(times - known, 0.1 * times)
+    left = times - _step_seconds(sending, cases, works, num_ranks)
     found = least_squares_from_zero(matrix / times[:, None], left / times)
-    factor, *rest = found.tolist()
-    of_update = dict(zip(TERMS, rest, strict=False))
-    named = dict(zip(FITTED, rest[len(TERMS) :], strict=True))
-    byte_s = tuple(factor * each for each in update.byte_s)
+    edges = np.cumsum([len(lookups), len(updates)])
+    lookup, update, rest = np.split(found, edges)
+    named = dict(zip(FITTED, rest.tolist(), strict=True))
     return replace(
-        whole,
-        update=replace(update, byte_s=byte_s, call_s=update.call_s, **of_update),
-        latency_between_s=named["latency_s"],
-        owner_byte_between_s=named["owner_byte_s"],
+        sending,
+        lookup=_kernel_of(zero, lookup),
+        update=_kernel_of(zero, update),
         copy_byte_between_s=named["copy_byte_s"],
-        **{**named, "step_s": max(0.0, named["step_s"] - update.call_s)},
+        **named,
     )
 
 
-def _step_seconds(constants: Constants, num_ranks: int) -> Array:
+def _kernel_of(zero: Kernel, found: Array) -> Kernel:
+    terms, pieces, rows = np.split(found, [len(TERMS), len(TERMS) + len(TOUCHED)])
+    named = dict(zip(TERMS + ROW_TERMS, [*terms.tolist(), *rows.tolist()], strict=False))
+    return replace(zero, byte_s=tuple(np.cumsum(pieces).tolist()), **named)
+
+
+def sampled(case: StepCase, num_ranks: int) -> Workload:
+    """How a step of all ranks uses the tables of a case."""
+    found = []
+    for step in range(2):
+        parts = [rank_batch(case, rank, step) for rank in range(num_ranks)]
+        sizes = [case.bags * ids for ids in case.ids]
+        split = [part.values.split(sizes) for part in parts]
+        values = torch.cat([each for feature in zip(*split, strict=True) for each in feature])
+        lengths = torch.tensor(case.ids).repeat_interleave(num_ranks * case.bags)
+        found.append(Jagged(parts[0].features, values, lengths=lengths))
+    return with_sample(workload(case.tables), found, num_ranks=num_ranks)
+
+
+def _step_seconds(
+    constants: Constants, cases: Sequence[StepCase], works: Sequence[Workload], num_ranks: int
+) -> Array:
     """Of each rank in each case, rank by rank."""
     setting = Setting(num_ranks, num_ranks, constants, "sgd")
-    found = []
-    for tables, plan, bags, ids in step_cases():
-        rows = tables[0].num_embeddings
-        drawn = num_ranks * bags * ids
-        different = rows * (1 - (1 - 1 / rows) ** drawn)
-        work = workload(
-            tables,
-            batch=bags * num_ranks,
-            ids_per_bag=float(ids),
-            repeated=max(0.0, 1 - different / drawn),
-        )
-        found.append(price(plan, work, setting).seconds)
-    return np.stack(found, 1).reshape(-1)
+    prices = [price(case.plan, work, setting) for case, work in zip(cases, works, strict=True)]
+    return np.stack([each.seconds + each.widths_s for each in prices], 1).reshape(-1)
 
 
 def draw_batch(
-    tables: Sequence[Table], bags: int, ids_per_bag: int, skew: float, seed: int = 0
+    tables: Sequence[Table],
+    bags: int,
+    ids_per_bag: int | Sequence[int],
+    skew: float,
+    seed: int = 0,
 ) -> Jagged:
     """A random batch; the larger `skew`, the more ids are small."""
     generator = torch.Generator().manual_seed(seed)
-    features = [feature for table in tables for feature in table.features]
-    values = []
-    for table in tables:
+    per_table = [ids_per_bag] * len(tables) if isinstance(ids_per_bag, int) else ids_per_bag
+    values, lengths = [], []
+    for table, ids in zip(tables, per_table, strict=True):
         for _ in table.features:
-            uniform = torch.rand(bags * ids_per_bag, generator=generator)
-            ids = (uniform.double() ** skew * table.num_embeddings).long()
-            values.append(ids.clamp_(max=table.num_embeddings - 1))
-    lengths = torch.full((len(features) * bags,), ids_per_bag)
-    return Jagged(features, torch.cat(values), lengths=lengths)
-
-
-def measure_case(
-    case: tuple[int, int, int, int, int, float], repeats: int
-) -> tuple[KernelTiming, KernelTiming]:
-    """The forward and the backward pass of one collection."""
-    num, rows, dim, bags, per_bag, skew = case
-    tables = [Table(f"t{i}", rows, dim) for i in range(num)]
-    collection = EmbeddingBagCollection(tables, optimizer=RowWiseAdagrad(0.01), output="tensor")
-    batches = [draw_batch(tables, bags, per_bag, skew, seed) for seed in range(2)]
-    forward, backward = [], []
-    for number in range(repeats + 1):
-        batch = batches[number % 2]
-        start = time.process_time()
-        out = collection(batch)
-        middle = time.process_time()
-        grad = torch.ones_like(out)
-        before = time.process_time()
-        out.backward(grad)
-        end = time.process_time()
-        if number:
-            forward.append(middle - start)
-            backward.append(end - before)
-    different = len(torch.unique(batches[0].values[: bags * per_bag]))
-    figures = (
-        num,
-        float(num * bags * per_bag),
-        float(num * bags),
-        dim * 4.0,
-        different * dim * 4.0,
-    )
-    return KernelTiming(*figures, min(forward)), KernelTiming(*figures, min(backward))
+            uniform = torch.rand(bags * ids, generator=generator, dtype=torch.float64)
+            found = (uniform**skew * table.num_embeddings).long()
+            values.append(found.clamp_(max=table.num_embeddings - 1))
+            lengths.append(torch.full((bags,), ids))
+    features = [feature for table in tables for feature in table.features]
+    return Jagged(features, torch.cat(values), lengths=torch.cat(lengths))
 
 
 def measure_rounding(num: int = 1 << 18, repeats: int = 20) -> float:

@@ -5,6 +5,9 @@ The seconds per byte of a lookup depend on how many different bytes a step touch
 cache is read faster. So a kernel has seconds per byte at some sizes, and those between are
 interpolated over the logarithm of the size. There are also seconds per call, per shard of a
 table, per id and per bag: a kernel's time is not the sum of the times of tables alone.
+
+Note [Rows of an update]
+An update reads and writes each different row once, however often it was looked up.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +46,18 @@ class Kernel:
     byte_s: tuple[float, ...]
     #: Seconds per byte of a bag's row: what is written, or read as a gradient.
     bag_byte_s: float = 0.0
+    #: Seconds per different row, and per byte of those. See Note [Rows of an update].
+    row_s: float = 0.0
+    row_byte_s: float = 0.0
 
     def seconds(self, ids: Any, bags: Any, row_bytes: Any, touched: Any) -> Array:
-        """The seconds of shards, without `call_s`."""
+        """The seconds of shards that touch so many different bytes, without `call_s`."""
         sizes = np.log(np.maximum(np.asarray(touched, float), 1.0))
         per_byte = np.interp(sizes, np.log(np.asarray(self.touched)), np.asarray(self.byte_s))
         found = self.tile_s + ids * (self.id_s + row_bytes * per_byte)
-        return np.asarray(found + bags * (self.bag_s + row_bytes * self.bag_byte_s), float)
+        found = found + bags * (self.bag_s + row_bytes * self.bag_byte_s)
+        rows = touched / np.maximum(row_bytes, 1.0)
+        return np.asarray(found + rows * self.row_s + touched * self.row_byte_s, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,10 @@ class Constants:
     at_once: float | None = None
     #: Seconds of each further width of a rank's tables; None: those of both kernel calls.
     width_s: float | None = None
+    #: Seconds per id whose row comes back instead of a sum, and of each group of tables of one
+    #: width whose rows are split over the same ranks; for the requesting ranks.
+    sum_id_s: float = 0.0
+    group_s: float = 0.0
     #: Where each figure comes from.
     sources: Mapping[str, str] = field(default_factory=dict)
     #: Seconds per byte of rows that are rounded to a narrower dtype, or widened.
@@ -88,11 +100,9 @@ class Constants:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the constants to a JSON file, whole or not at all."""
-        file = Path(path)
-        if file.suffix != ".json":
-            raise ArgumentError(f"Constants are written as .json, found {str(file)!r}.")
+        check_constants_path(path)
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
-        write_text(file, text)
+        write_text(Path(path), text)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Constants:
@@ -117,12 +127,14 @@ class Constants:
         return Constants.load(given)
 
 
+def check_constants_path(path: str | os.PathLike[str]) -> None:
+    if Path(path).suffix != ".json":
+        raise ArgumentError(f"Constants are written as .json, found {os.fspath(path)!r}.")
+
+
 def _constants(file: Path, content: dict[str, Any]) -> Constants:
-    known = {each.name for each in fields(Constants)}
-    others = sorted(set(content) - known)
-    missing = sorted(
-        known - set(content) - {"round_byte_s", "step_s", "at_once", "width_s", "sources"}
-    )
+    others = sorted(set(content) - {each.name for each in fields(Constants)})
+    missing = sorted(_required(Constants) - set(content))
     if others or missing:
         said = f"unknown: {', '.join(others)}" if others else f"missing: {', '.join(missing)}"
         raise LayoutError(f"{file}: {said}.")
@@ -138,7 +150,7 @@ def _constants(file: Path, content: dict[str, Any]) -> Constants:
 
 def _kernel(file: Path, name: str, value: Any) -> Kernel:
     known = {each.name for each in fields(Kernel)}
-    if not isinstance(value, dict) or set(value) - known or known - set(value) - {"bag_byte_s"}:
+    if not isinstance(value, dict) or set(value) - known or _required(Kernel) - set(value):
         raise LayoutError(f"{file}: {name} should have {', '.join(sorted(known))}.")
     for key, number in value.items():
         for each in number if isinstance(number, list) else [number]:
@@ -150,6 +162,10 @@ def _kernel(file: Path, name: str, value: Any) -> Kernel:
             f"{len(byte_s)} and {list(touched)}."
         )
     return Kernel(**{**value, "touched": touched, "byte_s": byte_s})
+
+
+def _required(kind: type[Constants] | type[Kernel]) -> set[str]:
+    return {e.name for e in fields(kind) if e.default is MISSING and e.default_factory is MISSING}
 
 
 def _check(file: Path, name: str, value: Any) -> None:

@@ -195,6 +195,7 @@ class Loads:
         seconds = seconds + self.features * holders * c.leg_s
         split = np.asarray(holders) > 1
         seconds = seconds + np.where(by_rows & split, ids * c.split_id_s, 0.0)
+        seconds = seconds + np.where(by_id, ids * c.sum_id_s, 0.0)
         answers = bags if s.pooled else self.all_ids / s.num_ranks
         # The ids, the received rows, and the output with its gradient.
         held = message + (numbers + 2 * answers * self.dim) * s.number_bytes

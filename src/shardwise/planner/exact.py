@@ -19,6 +19,7 @@ n shards of at least that size, one rank has n / ranks of them, rounded up.
 from __future__ import annotations
 
 import importlib
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,7 +72,11 @@ class _Model:
         return len(self.costs) - 1
 
     def row(self, columns: list[int], values: list[float], lower: float, upper: float) -> None:
-        self.entries.append((columns, values))
+        """Add a row; the values of a column that is named twice are added up."""
+        terms: dict[int, float] = {}
+        for column, value in zip(columns, values, strict=True):
+            terms[column] = terms.get(column, 0.0) + value
+        self.entries.append((list(terms), list(terms.values())))
         self.row_lower.append(lower)
         self.row_upper.append(upper)
 
@@ -361,11 +366,13 @@ class ExactProblem:
         late = time.process_time() + seconds
         for calls in (solver.cbMipInterrupt, solver.cbSimplexInterrupt):
             calls.subscribe(lambda event: event.interrupt(time.process_time() > late))
-        solver.passModel(self._lp(highs))
+        # With a model that it refused, HiGHS may never end.
+        accepted = solver.passModel(self._lp(highs)) != highs.HighsStatus.kError
+        assert accepted, "a model without errors"
         solver.run()
         info = solver.getInfo()
         bound = float(info.mip_dual_bound)
-        bound = bound * self.scale_s + self.base_s if np.isfinite(bound) else -np.inf
+        bound = bound * self.scale_s + self.base_s if math.isfinite(bound) else -math.inf
         status = solver.getModelStatus()
         if status == highs.HighsModelStatus.kInfeasible:
             return Exact(None, self.scale_s + self.base_s)

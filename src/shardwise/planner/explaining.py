@@ -166,7 +166,7 @@ def describe_result(result: PlanResult) -> str:
     lines = [
         f"{len(result.work.uses)} tables on {where}: {listed}",
         f"cost {1e3 * result.cost_s:.4g} ms a step, lower bound {1e3 * result.bound_s:.4g} ms, "
-        f"gap {100 * result.gap:.2g}% ({result.solution.solver}, "
+        f"gap {_percent(result.gap)} ({result.solution.solver}, "
         f"{result.solution.cpu_s:.2g} CPU seconds, constants of {s.constants.name})",
     ]
     lines.append(_table_wise_line(result))
@@ -178,6 +178,14 @@ def describe_result(result: PlanResult) -> str:
     lines += [f"limited by {each}" for each in limits(result)]
     lines += assumed_lines(result.work)
     return "\n".join(lines)
+
+
+def _percent(gap: float) -> str:
+    """
+    >>> _percent(2e-16), _percent(0.0123), _percent(2.1)
+    ('0%', '1.2%', '210%')
+    """
+    return f"{100 * gap:.0f}%" if gap < 1e-7 or gap >= 0.1 else f"{100 * gap:.2g}%"
 
 
 def _table_wise_line(result: PlanResult) -> str:

@@ -37,7 +37,8 @@ class Price:
     compute_s: Array
     exchange_s: Array
     asking_s: float
-    #: Seconds of further kernel calls: each width on a rank is its own call.
+    #: Seconds that are not a sum over tables: each width on a rank is its own kernel call, and
+    #: each group of tables that are split by rows is asked for by itself.
     widths_s: Array
     #: Bytes of tables, of optimizer state, and of the buffers of a step.
     tables: Array
@@ -57,7 +58,7 @@ class Price:
 
     @property
     def expected_s(self) -> float:
-        """Seconds of the slowest rank with the calls of further widths, which plans ignore."""
+        """Seconds of the slowest rank with `widths_s`, which plans ignore."""
         return float((self.seconds + self.widths_s).max())
 
     @property
@@ -155,12 +156,13 @@ def price(plan: Plan, work: Workload, setting: Setting) -> Price:
     stacks = _num_stacks(groups, num, width)
     c = setting.constants
     more = c.lookup.call_s + c.update.call_s if c.width_s is None else c.width_s
+    num_groups = len({(loads.dim[i], own) for i, own in enumerate(_owners(groups)) if own})
     return Price(
         setting,
         sums[0],
         sums[1],
         float(asking[0]),
-        np.maximum(stacks - 1, 0) * more,
+        np.maximum(stacks - 1, 0) * more + num_groups * c.group_s,
         sums[2],
         sums[3],
         sums[4] + asking[1],

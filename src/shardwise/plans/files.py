@@ -83,7 +83,8 @@ def read_content(file: Path) -> Any:
             raise ValueError(f"a line has more than {MAX_DOTS} dots")
         return tomllib.loads(text) if is_toml else json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise LayoutError(f"{file} cannot be read as a plan: {str(error)[:200]}.") from error
+        form = "TOML" if is_toml else "JSON"
+        raise LayoutError(f"{file} cannot be read as {form}: {str(error)[:200]}.") from error
 
 
 def write_plan_file(
