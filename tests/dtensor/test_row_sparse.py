@@ -111,7 +111,8 @@ class Largest(TorchDispatchMode):
         if any(kind is not torch.Tensor for kind in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and not func._schema.is_mutable:
+        is_view = any(each.alias_info is not None for each in func._schema.returns)
+        if isinstance(out, torch.Tensor) and not is_view:  # or written to: no memory is made
             stored = out._values() if out.is_sparse else out
             self.num = max(self.num, stored.numel())
         return out

@@ -73,6 +73,11 @@ BAD = {
         BatchError,
         "sum to 5, up to feature 'bought' of table 'item', but there are 6 ids",
     ),
+    "lengths whose sum overflows": (
+        lambda: batch(lengths=ints(2**62, 2**62, 2**62, 2**62, 1, 5)),
+        BatchError,
+        f"sum to {2**64 + 6}, up to feature 'bought' of table 'item', but there are 6 ids",
+    ),
     "bags do not divide": (
         lambda: batch(lengths=ints(1, 2, 1, 2)),
         BatchError,
@@ -87,6 +92,11 @@ BAD = {
         lambda: batch(batch_sizes=[2, 2, 3]),
         BatchError,
         r"batch_sizes \[2, 2, 3\] do not fit 3 features with 6 bags \(feature 'user' of table",
+    ),
+    "weights of another dtype": (
+        lambda: batch(weights=torch.ones(6, dtype=torch.int64)),
+        BatchError,
+        "weights are floating-point numbers, found torch.int64; convert them first",
     ),
     "weights of another length": (
         lambda: batch(weights=torch.ones(4)),
@@ -113,6 +123,24 @@ every_bad = pytest.mark.parametrize(("make", "kind", "says"), BAD.values(), ids=
 def test_alone(make, kind, says):
     with pytest.raises(kind, match=says):
         EmbeddingBagCollection(TABLES)(make())
+
+
+@pytest.mark.parametrize("plan", [None, "row_wise", "table_wise"])
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: batch(weights=[1.0] * 6), "weights are a tensor of floating-point numbers, found"),
+        (lambda: {"user": [[1]]}, "A nested tensor of layout torch.jagged is needed"),
+        (lambda: "user", "found str"),
+    ],
+)
+def test_lists_and_texts(mesh, plan, make, says):
+    """Other ranks would wait for a rank that raises before all have met."""
+    bags = EmbeddingBagCollection(TABLES)
+    bags = bags if plan is None else bags.shard(mesh, plan)
+    with pytest.raises(BatchError, match=says):
+        bags(make())
+    bags(batch())
 
 
 PLANS = ["row_wise", "column_wise", "table_wise", "data_parallel"]

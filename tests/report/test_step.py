@@ -128,11 +128,19 @@ def test_peak_of_a_step():
         assert memory.activations < 2 * layer
 
 
-def test_activations_of_a_model_without_values():
-    real, meta = (step_of("dp=2", target).memory for target in ("mlp", "mlp_on_meta"))
+@pytest.mark.parametrize("axes", ["dp=2", "fsdp=2", "dp=2,tp=2", "fsdp=2,tp=2"])
+def test_activations_of_a_model_without_values(axes, tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        'format = "shardwise plan 1"\n[modules]\n"up" = "colwise"\n"down" = "rowwise"\n'
+    )
+    options = {"groups": "*"} if "fsdp" in axes else {}
+    options |= {"plan": str(plan)} if "tp" in axes else {}
+    real, meta = (step_of(axes, target, **options).memory for target in ("mlp", "mlp_on_meta"))
     for one, other in zip(real, meta, strict=True):
         assert replace(one, peak=0) == replace(other, peak=0)
-        assert other.peak == pytest.approx(one.peak, rel=0.05)  # kernels may use a little more
+        # Kernels may use a little more, and so does comparing values of ranks along tp.
+        assert other.peak == pytest.approx(one.peak, rel=0.15 if "tp" in axes else 0.05)
 
 
 def test_patterns_that_match_nothing():

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from shardwise._torch.pytree import tree_map
 from shardwise.cli.console import console
+from shardwise.core.world import current_world
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.errors import ArgumentError
 from shardwise.report import Case, Mesh, StepReport, report_step, write_html
@@ -113,6 +114,8 @@ def _take_step(
     module, batch = case.build()
     if batch_size is not None:
         batch = _of_size(batch, batch_size)
+    if any(parameter.is_meta for parameter in module.parameters()):
+        current_world().has_values = False
     device_mesh = mesh.make()
     sharded = case.shard(module, device_mesh)
     if rank is None:

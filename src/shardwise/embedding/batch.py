@@ -118,14 +118,17 @@ def _lengths_fault(batch: Jagged, features: Features, bag_edges: np.ndarray) -> 
     if first is not None and (first.numel() == 0 or int(first) != 0):
         who = features.called(batch.features[0])
         return unfit(f"{who}: offsets must begin with 0; found {first.tolist()}")
-    if lengths.numel() and int(lengths.min()) < 0:
+    shortest, longest = torch.stack(torch.aminmax(lengths)).tolist() if lengths.numel() else (0, 0)
+    if shortest < 0:
         bag = int(lengths.argmin())
         place = int(np.searchsorted(bag_edges, bag, side="right")) - 1
         return unfit(
             f"{features.called(batch.features[place])}: offsets decrease, bag "
             f"{bag - bag_edges[place]} has length {int(lengths[bag])}"
         )
-    total, last = int(lengths.sum()), features.called(batch.features[-1])
+    # Lengths that are too large may have a sum that does not fit an int64.
+    total = int(lengths.sum()) if longest <= values.shape[0] else sum(lengths.tolist())
+    last = features.called(batch.features[-1])
     if total > values.shape[0] or (total < values.shape[0] and not batch.padded):
         return unfit(
             f"the lengths of all bags sum to {total}, up to {last}, but there are "
@@ -169,10 +172,11 @@ def _counts_if_valid(
     ).clamp_(max=len(places) - 1)
     wrong = ((values < 0) | (values >= limits.to(device)[numbers])).any()
     first = lengths.new_zeros(1) if batch.first is None else batch.first
-    read = torch.cat([first.view(-1), lengths.min().view(1), wrong.view(1), counts]).tolist()
-    start, shortest, is_wrong, *found = map(int, read)
+    ends = torch.stack(torch.aminmax(lengths))
+    read = torch.cat([first.view(-1), ends, wrong.view(1), counts]).tolist()
+    start, shortest, longest, is_wrong, *found = map(int, read)
     total, num_ids = sum(found), values.shape[0]
-    fits = total <= num_ids if batch.padded else total == num_ids
+    fits = longest <= num_ids and (total <= num_ids if batch.padded else total == num_ids)
     return found if start == 0 and shortest >= 0 and not is_wrong and fits else None
 
 
@@ -282,9 +286,9 @@ def _jagged_per_rank(grid: Grid | None, batch: Jagged) -> list[Jagged]:
             batch.features,
             columns["values"][place],
             lengths=columns["lengths"][place],
+            weights=columns["weights"][place],
             padded=batch.padded,
         )
-        one.weights = columns["weights"][place]
         one.batch_sizes = columns["batch_sizes"][place]
         one.first = columns["first"][place]
         found.append(one)

@@ -64,7 +64,7 @@ class Jagged:
         self.features = tuple(features)
         # Not through the properties, which older versions of dynamo do not call here.
         self._set_values(values)
-        self._set_weights(weights)
+        self._set_weights(weights if isinstance(weights, torch.Tensor) else None)
         #: How many bags each feature has, as ints: None if all have the same number, empty if that
         #: is known only at run time.
         self.sizes = _known_sizes(batch_sizes)
@@ -73,7 +73,7 @@ class Jagged:
         self.batch_sizes: torch.Tensor | None = batch_sizes
         #: What is wrong with the batch; the collection raises it.
         self.problem = _problem(
-            values=values, lengths=lengths, offsets=offsets, batch_sizes=batch_sizes
+            weights, values=values, lengths=lengths, offsets=offsets, batch_sizes=batch_sizes
         )
         #: The first offset: 0, unless the offsets are wrong.
         self.first: torch.Tensor | None = None
@@ -330,8 +330,12 @@ def _known_sizes(sizes: Sequence[int] | torch.Tensor | None) -> tuple[int, ...] 
     return None if all(size == sizes[0] for size in sizes) else tuple(sizes)
 
 
-def _problem(**tensors: torch.Tensor | None) -> str | None:
+def _problem(weights: Any, **tensors: torch.Tensor | None) -> str | None:
     """What is wrong with the type, dtype or shape of these tensors."""
+    if weights is not None and not isinstance(weights, torch.Tensor):
+        return f"weights are a tensor of floating-point numbers, found {type(weights).__name__}"
+    if weights is not None and not weights.is_floating_point():
+        return f"weights are floating-point numbers, found {weights.dtype}; convert them first"
     for what, tensor in tensors.items():
         if tensor is None and what != "values":
             continue
@@ -345,7 +349,7 @@ def _problem(**tensors: torch.Tensor | None) -> str | None:
 
 
 def _values_and_offsets(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    if not nested.is_nested or nested.layout is not torch.jagged:
+    if not getattr(nested, "is_nested", False) or nested.layout is not torch.jagged:
         raise ArgumentError(
             "A nested tensor of layout torch.jagged is needed: "
             "torch.nested.nested_tensor([...], layout=torch.jagged)."

@@ -173,15 +173,16 @@ def add_distinct_rows(
     # On the CPU torch adds row by row, through a general kernel for each. To take rows out and put
     # them back is faster, where they stay in the cache in between.
     step = max(1, _CHUNK_NUMBERS // max(1, math.prod(values.shape[1:])))
-    start = 0
-    for some, more in zip(rows.split(step), values.split(step), strict=True):
+    for start in range(0, rows.shape[0], step):
+        some, more = rows[start : start + step], values[start : start + step]
         held = target.index_select(0, some)
         if isinstance(factor, torch.Tensor):
             held.addcmul_(more, factor[start : start + step].unsqueeze(1))
         else:
             held.add_(more, alpha=factor)
-        put_rows(target, some, held)
-        start += step
+        _put_rows(target, some, held)
+    if not target.is_inference():
+        torch.autograd.graph.increment_version(target)
     return target
 
 
@@ -189,15 +190,15 @@ def _is_plain(target: torch.Tensor) -> bool:
     return target.is_cpu and type(target) is torch.Tensor and target.is_contiguous()
 
 
-def put_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """`target[rows] = values`, of a contiguous tensor on the CPU, as bytes: one copy per row."""
+def _put_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """`target[rows] = values`, as bytes: one copy for each row."""
     num_bytes = math.prod(target.shape[1:]) * target.element_size()
-    if rows.numel() and num_bytes:
-        whole, new = (x.view(-1).view(torch.uint8).numpy() for x in (target, values))
-        row = f"V{num_bytes}"
-        np.put(whole.view(row), rows.numpy(), new.view(row), mode="clip")
-        if not target.is_inference():
-            torch.autograd.graph.increment_version(target)
+    if not num_bytes:
+        return
+    if target.dtype == torch.bfloat16:  # which numpy does not have
+        target, values = target.view(torch.int16), values.view(torch.int16)
+    whole, new = (x.numpy().reshape(-1).view(f"V{num_bytes}") for x in (target, values))
+    np.put(whole, rows.numpy(), new, mode="clip")
 
 
 def optimizer_settings(optimizer: FusedOptimizer) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from shardwise.lookup.messages import Packed, StackRequest
 from shardwise.lookup.routing import LegBlock, Route
 from shardwise.lookup.scratch import Scratch
 
-#: Elements of rows that are looked up at a time: 4 MB.
-CHUNK_NUMBERS = 1 << 20
+#: Elements of rows that are looked up at a time: 1 MB.
+CHUNK_NUMBERS = 1 << 18
 #: The C library returns larger allocations to the system as soon as they are free.
-LARGE_BYTES = 32 << 20
+LARGE_BYTES = 8 << 20
 
 
 @dataclass(slots=True)

@@ -176,12 +176,12 @@ def _chunks(
     step = max(1, num_rows)
     if grad.device.type == "cpu":
         step = max(1, _CHUNK_NUMBERS // grad.shape[1])
-    for first in range(0, num_rows, step):
-        edges = starts[first : first + step + 1]
-        start, end = int(edges[0]), int(edges[-1])
-        offsets = (edges - start).to(bags.dtype)
+    starts = starts.to(bags.dtype)
+    edges = [*starts[:-1:step].tolist(), bags.shape[0]]
+    for first, start, end in zip(range(0, num_rows, step), edges, edges[1:], strict=False):
+        offsets = starts[first : first + step + 1] - start
         some_weights = None if weights is None else weights[start:end]
-        last = first + edges.shape[0] - 1
+        last = first + offsets.shape[0] - 1
         yield slice(first, last), segment_sums(grad, bags[start:end], offsets, some_weights)
 
 

@@ -23,7 +23,7 @@ from shardwise.core.mesh import Coordinate, Grid, grid_like
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.simulation.parts import one_part, parts_of, roster_of, sized
-from shardwise.simulation.ranks import each_rank, localize, one_for_all
+from shardwise.simulation.ranks import each_rank, localize
 from shardwise.training.fully_sharded.members import Member
 from shardwise.training.fully_sharded.packing import rows_of
 
@@ -380,7 +380,7 @@ class FlatBuffer:
             return [*(self._view(here, place, n, mine.get(n)) for n in numbers), flags]
 
         *found, flags = each_rank(self.grid, split, row, axes=())
-        return found, one_for_all(flags)
+        return found, flags
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -18,6 +18,7 @@ from shardwise.core.placements import SUM, Placement
 from shardwise.dtensor import autograd
 from shardwise.dtensor.tensor import DTensor
 from shardwise.simulation.parts import one_part
+from shardwise.simulation.ranks import one_for_all
 from shardwise.training.fully_sharded.buffer import FlatBuffer
 from shardwise.training.fully_sharded.gathered import GroupParameters
 from shardwise.training.fully_sharded.members import Member, ShardAxes
@@ -219,7 +220,9 @@ class GroupGradients:
                 while not reducing.finished:
                     reducing.advance()
             found, flags = buffer.gradients(reducing.row, numbers, device)
-            used = [True] * len(numbers) if reducing.all_here else flags.tolist()
+            # A gradient without values may be one: nobody knows what other ranks used.
+            assumed = reducing.all_here or one_part(flags).is_meta
+            used = [True] * len(numbers) if assumed else one_for_all(flags).tolist()
         made = []
         for number, local, flag in zip(numbers, found, used, strict=True):
             if flag:  # else no rank used it
