@@ -304,3 +304,18 @@ def test_ranks_without_heads(causal):
     """One head, on the first of two ranks; the other one has none, and half of the positions."""
     given, grad = operands(heads=1, key_heads=1, queries=6, keys=6)
     check(given, grad, (2, 2), [Shard(2), Shard(1)], is_causal=causal)
+
+
+def test_values_lie_where_their_keys_do():
+    """A value whose shards have other sizes than those of its key is moved to them."""
+    q, k, v = (torch.randn(1, 2, n, 4) for n in (2, 5, 5))
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        for of_keys, of_values in ((None, (1, 4)), ((4, 1), (1, 4)), ((0, 5), None)):
+            sizes = ((1, 1), of_keys, of_values)
+            operands = [
+                shardwise.distribute_tensor(x, mesh, [shardwise.Shard(2, sizes=n)])
+                for x, n in zip((q, k, v), sizes, strict=True)
+            ]
+            found = F.scaled_dot_product_attention(*operands).full_tensor().agreed()
+            torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v))

@@ -5,7 +5,7 @@ import torch
 from parity import whole
 
 import shardwise
-from shardwise import Replicate, Shard
+from shardwise import Partial, Replicate, Shard
 from shardwise.debug import CommDebugMode
 
 
@@ -174,3 +174,15 @@ def test_repeated_zero_times(mesh):
     assert not whole(x.grad).any()
     with pytest.raises(RuntimeError, match="repeat"):
         x.repeat(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex64], ids=str)
+def test_pairs_of_an_empty_shard_have_no_place_in_memory(dtype):
+    """An empty shard may begin at an odd place of a larger tensor."""
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        x = lay(torch.ones(1, 0, dtype=dtype), mesh, Partial()).requires_grad_()
+        torch.view_as_real(x).sum([0, 1]).sin().sum().backward()
+        assert x.grad.shape == (1, 0)
+        flat = lay(torch.arange(8.0), mesh, Shard(0))
+        assert flat[5:5].view(torch.float64).shape == (0,)

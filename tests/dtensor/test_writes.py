@@ -638,3 +638,13 @@ def test_a_view_of_the_same_shape_is_copied_to_its_base(mesh):
     turned = lay(plain, mesh, [Shard(0)]).transpose(2, 1)
     turned.copy_(turned.reshape(4, 3, 3))
     assert torch.equal(value(turned), plain.transpose(2, 1))
+
+
+def test_a_view_that_was_copied_is_not_overwritten_by_its_own_entry(mesh):
+    """One device raises: the entry is read while its memory is written."""
+    x = shardwise.distribute_tensor(torch.arange(8.0).view(2, 4), mesh, [Shard(1)])
+    flat = x.flatten()
+    with pytest.raises(UnsupportedError, match="reads in another order"):
+        flat.copy_(flat.select(-1, 2))
+    flat.copy_(flat.select(-1, 2).clone())
+    assert torch.equal(x.full_tensor().agreed(), torch.full((2, 4), 2.0))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import shardwise
 from shardwise.core.layout import make_layout
@@ -120,3 +121,104 @@ def test_indexed_entries_have_the_memory_order_of_one_device(
                 args = (x, [index if dim in dims else None for dim in range(dims[-1] + 1)])
                 (meta,), _ = infer_outputs(aten.index.Tensor, args, {}, symbolic=False)
                 assert _order(meta) == _order(aten.index.Tensor(*args)), (shape, strides)
+
+
+def _turned(*sizes: int, order: tuple[int, ...] | None = None, **options: Any) -> torch.Tensor:
+    """A tensor whose dims lie in memory in this order, by default the second one innermost."""
+    order = order or (0, *range(2, len(sizes)), 1)
+    made = torch.ones([sizes[d] for d in order], **options)
+    return made.permute([order.index(d) for d in range(len(sizes))])
+
+
+def _strided(*stride: int) -> torch.Tensor:
+    """An image whose strides along dims of size 1 are not those of a dense tensor."""
+    return torch.ones(36).as_strided((1, 1, 6, 6), stride)
+
+
+COMPLEX = torch.complex64
+#: Calls whose results torch's shape functions put into another memory order than its kernels.
+OTHER_ORDERS: dict[str, Any] = {
+    "svd": lambda n: (torch.linalg.svd, torch.ones(n, 3)),
+    "svd, wide": lambda n: (torch.linalg.svd, torch.ones(3, n)),
+    "eig": lambda n: (torch.linalg.eig, torch.eye(n).expand(2, n, n)),
+    "rfftn": lambda n: (torch.fft.rfftn, _turned(n, 6, 7)),
+    "irfft": lambda n: (torch.fft.irfft, _turned(5, n, 7, order=(1, 0, 2), dtype=COMPLEX)),
+    "batch norm": lambda n: (
+        lambda x: F.batch_norm(x, x[0, :, 0] * 0, x[0, :, 0]),
+        _turned(n, 2, 4, order=(1, 0, 2)),
+    ),
+    "angle": lambda n: (torch.angle, _turned(2, n, 5, dtype=COMPLEX)),
+    "floor_divide": lambda n: (
+        torch.floor_divide,
+        _turned(n, 1, 5, order=(2, 0, 1)),
+        _turned(1, n, 5),
+    ),
+    "ldexp": lambda n: (
+        torch.ldexp,
+        _turned(n, 1, 5, order=(2, 0, 1), dtype=COMPLEX),
+        _turned(1, n, 5, dtype=COMPLEX),
+    ),
+    "an expanded operand of another dtype": lambda n: (
+        lambda x, y: torch.mul(x.expand(n, 5), y),
+        torch.ones(1, 1),
+        _turned(n, 5, order=(1, 0), dtype=COMPLEX),
+    ),
+    "conv1d of one channel": lambda n: (F.conv1d, torch.ones(2, 1, n), _turned(6, 1, 3)),
+    "pixel_unshuffle": lambda n: (lambda x: F.pixel_unshuffle(x, 3), _strided(36, 1, 6, 1)),
+    "channel_shuffle": lambda n: (lambda x: F.channel_shuffle(x, 2), _turned(2, 4, n, 3)),
+    "reflection_pad": lambda n: (lambda x: F.pad(x, (1, 1, 1, 1), "reflect"), _turned(2, 3, n, 4)),
+    "as_strided": lambda n: (lambda x: x.as_strided((3, n), (1, 3)), torch.ones(3, n)),
+    "mse_loss": lambda n: (_slope(F.mse_loss), _turned(n, 5, 4), torch.zeros(n, 5, 4)),
+}
+
+
+def _slope(loss: Any) -> Any:
+    def slope(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(loss(x, *others), x)[0]
+
+    return slope
+
+
+@pytest.mark.parametrize("size", [5, 300])
+@pytest.mark.parametrize("name", OTHER_ORDERS)
+def test_results_have_the_memory_order_of_the_kernel(name: str, size: int) -> None:
+    fn, *operands = OTHER_ORDERS[name](size)
+    want = torch.utils._pytree.tree_leaves(fn(*operands))
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        for placed in (shardwise.Replicate(), shardwise.Shard(0), shardwise.Shard(1)):
+            shards = [shardwise.distribute_tensor(x, mesh, [placed]) for x in operands]
+            found = torch.utils._pytree.tree_leaves(fn(*shards))
+            assert [*map(_order, found)] == [*map(_order, want)]
+
+
+@pytest.mark.parametrize(
+    "scatter",
+    [
+        lambda x: torch.select_scatter(x, x[0] * 2, 0, 0),
+        lambda x: torch.diagonal_scatter(x, x.diagonal() * 2),
+        lambda x: torch.slice_scatter(x, x[:1] * 2, 0, 0, 1),
+    ],
+)
+def test_a_new_tensor_has_memory_for_every_entry(scatter: Any) -> None:
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        x = shardwise.distribute_tensor(torch.arange(1.0, 4.0), mesh, [shardwise.Replicate()])
+        made = scatter(x.unfold(0, 2, 1))
+        assert made.stride() == (2, 1)
+        want = -made.full_tensor().agreed()
+        assert torch.equal(made.neg_().full_tensor().agreed(), want)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 3), (0, 2, 3), (2, 2, 0)], ids=str)
+def test_kernels_are_not_asked_about_tensors_without_entries(shape: tuple[int, ...]) -> None:
+    """The backward of a batch norm without channels would end the process."""
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        x = shardwise.distribute_tensor(torch.ones(shape), mesh, [shardwise.Replicate()])
+        x.requires_grad_()
+        stats = [x.detach().new_ones(shape[1]) for _ in range(2)]
+        F.batch_norm(x, *stats).sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == shape

@@ -40,6 +40,7 @@ from shardwise.testing.fuzz.undefined import (
     REASONS,
     ROUNDING,
     SHARED_GRADIENT,
+    SHARED_RESULT,
     ZERO_TENSOR,
     Kinks,
     steady,
@@ -434,6 +435,10 @@ KINK = _program(
         (_program("v1 = v0[:, :1].expand(4, 4)", "v2, v3 = torch.median(v1, 1)"), MEDIAN),
         (_program("v1 = v0 * 0", "v2, v3 = v1.median(0)"), MEDIAN),
         (
+            _program("v1 = v0.unfold(-1, 2, 1)", "v2 = torch.select_scatter(v1, v1[0], 0, 1)"),
+            SHARED_RESULT,
+        ),
+        (
             _program(
                 "v1 = torch.sgn(v0)",
                 "w.weighted(v1.sin()).backward(retain_graph=True)",
@@ -500,6 +505,8 @@ def test_what_torch_does_not_define_is_counted_by_reason(program, reason):
         ("v1 = v0[::2]", "v0[1::2].copy_(v1)"),
         ("v1, v2 = v0.median(0)",),
         ("v0[v0 > 0.3] = 0.25",),
+        ("v1 = torch.select_scatter(v0.t(), v0[:, 0], 0, 1)", "v1.sin_()"),
+        ("v1 = torch.diagonal_scatter(v0[:1].expand(4, 4), v0[0])", "v1.sin_()"),
     ],
 )
 def test_what_torch_defines_is_compared(steps):

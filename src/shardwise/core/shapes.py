@@ -38,6 +38,14 @@ def _new_normal(op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
     """Channels-last if an operand is; torch's shape function does not know the kernels."""
     made = aten.convolution.default(x, weight, *rest)
+    if made.dim() == 3:  # kernels see an image of height 1
+        x, weight = x.unsqueeze(2), weight.unsqueeze(2)
+        image = _channels_last_like(made.unsqueeze(2), x, weight)
+        return image.squeeze(2)
+    return _channels_last_like(made, x, weight)
+
+
+def _channels_last_like(made: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     for channels_last in (torch.channels_last, torch.channels_last_3d):
         if channels_last in (suggest_memory_format(x), suggest_memory_format(weight)):
             return torch.empty_like(made, memory_format=channels_last)

@@ -31,19 +31,20 @@ def iterated_stride(shape: Shape, operands: Sequence[Any]) -> Shape:
 def _common_stride(shape: Shape, strides: Sequence[Shape]) -> Shape | None:
     """The strides where all operands have the same ones; those of dims of size 1 do not matter."""
     row_major = contiguous_stride(shape)
-    if 0 in shape or all(_same(shape, stride, row_major) for stride in strides):
+    if 0 in shape or all(same_stride(shape, stride, row_major) for stride in strides):
         return row_major
     if len(shape) == len(_CHANNELS_LAST):
         channels_last = dense_stride(shape, _CHANNELS_LAST)
-        if all(_same(shape, stride, channels_last) for stride in strides):
+        if all(same_stride(shape, stride, channels_last) for stride in strides):
             return channels_last
     outermost_first = sorted(range(len(shape)), key=lambda d: -strides[0][d])
     first = dense_stride(shape, outermost_first)
     alike = all(stride == strides[0] for stride in strides)
-    return strides[0] if alike and _same(shape, strides[0], first) else None
+    return strides[0] if alike and same_stride(shape, strides[0], first) else None
 
 
-def _same(shape: Shape, one: Shape, other: Shape) -> bool:
+def same_stride(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two strides are the same for a tensor of this shape: dims of size 1 have none."""
     return all(a == b or size == 1 for size, a, b in zip(shape, one, other, strict=True))
 
 

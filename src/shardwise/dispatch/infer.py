@@ -28,6 +28,7 @@ from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.core.shapes import SHAPES
 from shardwise.core.sizes import noted
 from shardwise.core.strides import iterated_stride
+from shardwise.dispatch.kernel_strides import ASKED, with_kernel_strides
 from shardwise.dispatch.rule import Rule, TensorMeta
 from shardwise.errors import ShardwiseError, UnsupportedError
 
@@ -53,15 +54,18 @@ def infer_outputs(
     schema = getattr(op, "_schema", None)
     if schema is not None and not any(str(r.type) in _TENSORS for r in schema.returns):
         return (), None  # a number: data-dependent
-    if not symbolic:
+    if not symbolic and op not in ASKED:
         meta = _elementwise(op, args, kwargs)
         if meta is not None:
             return (meta,), meta
     with _without_data(symbolic):
         result = _call_fake(op, args, kwargs)
+        if not symbolic and op in ASKED:
+            devices = (a.grid.device_type for a in args if isinstance(a, Layout))
+            result = with_kernel_strides(op, *faked(args, kwargs), result, next(devices, "cpu"))
         dense = {id(t) for t in tree_leaves(result) if symbolic and _is_dense(t)}
         if _returns_new(op):
-            dense |= {id(t) for t in tree_leaves(result) if _is_expanded(t)}
+            dense |= {id(t) for t in tree_leaves(result) if _shares_entries(t)}
     metas: list[TensorMeta] = []
     shape = tree_map(lambda leaf: _meta(leaf, metas, id(leaf) in dense), result)
     return tuple(metas), shape
@@ -94,16 +98,29 @@ def _elementwise(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ten
             dtype = op(*few, **kwargs).dtype
     except Exception:
         return None  # torch's shape function says what is wrong
-    given: list[Any] = list(tensors)
+    given: list[Any] = _as_cast(tensors, few, dtype)
     if op in _ROW_MAJOR:
         power = tensors[_ROW_MAJOR[op]]
         given[_ROW_MAJOR[op]] = TensorMeta(power.shape, contiguous_stride(power.shape), power.dtype)
     return TensorMeta(shape, iterated_stride(shape, given), dtype)
 
 
+def _as_cast(tensors: Sequence[Layout], few: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+    """Two operands as a CPU kernel sees them: cast to one dtype, an expanded one is dense."""
+    if len(tensors) != 2 or len(few) != 2 or tensors[0].grid.device_type != "cpu":
+        return list(tensors)
+    common = torch.result_type(*few)
+    if dtype.is_floating_point and not (common.is_floating_point or common.is_complex):
+        common = dtype
+    return [
+        t if t.dtype == common else TensorMeta(t.shape, iterated_stride(t.shape, [t]), common)
+        for t in tensors
+    ]
+
+
 #: The operand that is an exponent: the power of a number is row-major, whatever the exponent's
 #: strides.
-_ROW_MAJOR: dict[Any, int] = {torch.ops.aten.pow.Scalar: 0, torch.ops.aten.ldexp.Tensor: 1}
+_ROW_MAJOR: dict[Any, int] = {torch.ops.aten.pow.Scalar: 0}
 
 
 #: Pointwise ops whose kernels do not go through memory in the order of `iterated_stride`.
@@ -136,10 +153,10 @@ def _few_values(layout: Layout) -> torch.Tensor:
 
 
 def _returns_new(op: Any) -> bool:
-    """Whether the result is a new tensor, never expanded.
+    """Whether the result is a new tensor, whose entries have memory of their own.
 
-    In some versions the shape function of `diagonal_scatter` keeps the strides of an expanded
-    operand.
+    The shape function of `diagonal_scatter` keeps the strides of a view by `unfold`, and in some
+    versions those of an expanded operand.
     """
     if not isinstance(op, OpOverload) or op in UNSAFE_VIEWS:
         return False
@@ -147,8 +164,20 @@ def _returns_new(op: Any) -> bool:
     return not aliased and not op._schema.name.endswith("_strided")
 
 
-def _is_expanded(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and any(type(s) is int and s == 0 for s in x.stride())
+def _shares_entries(x: Any) -> bool:
+    """Whether several entries are one place in memory."""
+    if not isinstance(x, torch.Tensor):
+        return False
+    steps = list(zip(x.stride(), x.shape, strict=True))
+    if any(type(part) is not int for step in steps for part in step):
+        return any(type(stride) is int and stride == 0 for stride, _ in steps)
+    reach = 0
+    for stride, size in sorted(steps):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def outputs_of(

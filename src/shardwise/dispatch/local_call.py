@@ -22,6 +22,7 @@ from shardwise.comm.watch import because, watch
 from shardwise.core.autocast import is_cast_before, without_autocast
 from shardwise.core.layout import Layout, differing_axes
 from shardwise.core.mesh import Coordinate
+from shardwise.core.strides import same_stride
 from shardwise.dispatch.catalog import copies_view
 from shardwise.dispatch.infer import faked
 from shardwise.dispatch.propagate import CallPlan
@@ -35,12 +36,6 @@ from shardwise.simulation.ranks import each_rank, rank_call
 
 aten = torch.ops.aten
 
-#: Ops whose kernels return other strides than their shape functions. Others are found when a call
-#: first runs.
-_OTHER_STRIDES = frozenset(
-    {aten.linalg_eig.default, aten._linalg_svd.default, aten.nonzero_static.default}
-)
-
 
 def local_call(
     op: Any, plan: CallPlan, binding: Callable[..., Any] | None = None
@@ -50,8 +45,6 @@ def local_call(
     if _runs_other_ops(op, plan) and not _runs_itself_cast(op, plan):
         call = without_autocast(call)
     call = refused_alike(op, plan.inputs, call)
-    if op in _OTHER_STRIDES:
-        return restrided(call, plan.outputs)
     # The local function of an op that copies a view may return a view.
     return unaliased(call) if plan.local is not None and copies_view(op) else call
 
@@ -69,16 +62,9 @@ def has_other_strides(result: Any, outputs: Sequence[Layout]) -> bool:
         type(part) is torch.Tensor
         and part.layout is torch.strided
         and part.numel() > 0
-        and not _same_strides(part, in_memory_order(part, layout))
+        and not same_stride(part.shape, part.stride(), in_memory_order(part, layout).stride())
         for x, layout in zip(tensors, outputs, strict=True)
         for part in parts_of(x)
-    )
-
-
-def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return all(
-        a == b or size == 1
-        for size, a, b in zip(one.shape, one.stride(), other.stride(), strict=True)
     )
 
 

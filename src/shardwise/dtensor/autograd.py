@@ -263,7 +263,7 @@ def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
         whole = (Replicate(),) * layout.grid.num_axes
         made = make_layout(layout.grid, whole, grad.shape, grad.stride(), grad.dtype)
         if torch.is_grad_enabled() and grad.requires_grad:
-            wrapped = from_local(grad, made, made, cls)
+            wrapped = from_local(grad, from_local_layouts(made, made, cls))
         else:
             wrapped = cls._wrap(localize(layout.grid, grad), made)
         return redistribute(wrapped, made.with_placements(layout.placements, layout.order))
@@ -317,37 +317,30 @@ class ToLocal(UntracedFunction):
             grad = in_memory_order(grad, layout)
         if torch.is_grad_enabled() and grad.requires_grad:
             source = with_dtype(_linear_terms(own_layout, "to_local()"), grad.dtype)
-            return from_local(grad, layout, source, cls, async_op), None, None, None
+            given = from_local_layouts(layout, source, cls, async_op)
+            return from_local(grad, given), None, None, None
         local = localize(layout.grid, sized_copy(grad, False))
         return cls._wrap(local, layout), None, None, None
 
 
 class FromLocal(UntracedFunction):
-    """With `held`, `local` has been through `localize`."""
+    """`given` is `from_local_layouts(...)`. With `held`, `local` has been through `localize`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        local: torch.Tensor,
-        layout: Layout,
-        grad_layout: Layout,
-        cls: Any,
-        async_op: bool = False,
-        held: bool = False,
-    ) -> Any:
-        ctx.set_materialize_grads(False)  # torch's zeros would be a plain tensor
-        terms, weight = (_terms if layout.symbolic else _cached_terms)(layout)
-        ctx.saved = cls, terms, grad_layout, weight, async_op, not is_per_rank(local)
+    def forward(ctx: Any, local: torch.Tensor, given: Any, held: bool = False) -> Any:
+        ctx.materialize_grads = False  # torch's zeros would be a plain tensor
+        ctx.saved = given if not is_per_rank(local) else (*given[:-1], False)
+        layout, cls = given[0], given[1]
         alias = (local if held else localize(layout.grid, local)).detach()
         return cls._wrap_view(alias, layout) if local.is_leaf else cls._wrap(alias, layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
-            return None, None, None, None, None, None
+            return None, None, None
         if _is_batch(grad):
             refuse_transformed(grad, "The gradient of from_local()")
-        cls, terms, grad_layout, weight, async_op, plain = ctx.saved
+        _, cls, terms, grad_layout, weight, async_op, plain = ctx.saved
         grad = _on_mesh(grad, grad_layout, cls)
         target = relaid(grad_layout, grad._layout)
         moved = redistribute(grad, target, async_op)
@@ -356,7 +349,7 @@ class FromLocal(UntracedFunction):
             local = to_local(moved, source, async_op, plain)
         else:
             local = _handed_out(moved, async_op, plain)
-        return local if weight == 1 else local * weight, None, None, None, None, None
+        return local if weight == 1 else local * weight, None, None
 
 
 class FromOutside(UntracedFunction):
@@ -414,8 +407,20 @@ def _terms(layout: Layout) -> tuple[Layout, float]:
     return _linear_terms(layout, "from_local()"), weight
 
 
-_cached_terms = functools.lru_cache(maxsize=4096)(_terms)
-world_caches.append(_cached_terms.cache_clear)
+def from_local_layouts(
+    layout: Layout, grad_layout: Layout | None, cls: Any, async_op: bool = False
+) -> tuple[Any, ...]:
+    """What `from_local` keeps for backward, of a plain tensor.
+
+    Without `grad_layout`, the gradient has its default layout.
+    """
+    terms, weight = _terms(layout)
+    return layout, cls, terms, grad_layout or gradient_layout(layout), weight, async_op, True
+
+
+#: By layout: `from_local_layouts(layout, None, DTensor)`, of layouts without symbols.
+default_layouts: dict[Layout, tuple[Any, ...]] = {}
+world_caches.append(default_layouts.clear)
 
 
 def relaid(layout: Layout, other: Layout) -> Layout:

@@ -20,6 +20,7 @@ from shardwise.core.layout import (
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import Placement, Shard
 from shardwise.core.sizes import Size
+from shardwise.core.strides import same_stride
 from shardwise.core.untraced import UntracedFunction
 from shardwise.core.world import world_caches
 from shardwise.dispatch.strict import forbid_move
@@ -175,9 +176,15 @@ def stride_like(local: torch.Tensor, shape: Sequence[Size]) -> Shape:
         return contiguous_stride(shape)
     local_stride = local.stride()
     outermost_first = sorted(range(local.dim()), key=lambda d: -local_stride[d])
-    if local_stride != dense_stride(local.shape, outermost_first):
+    if not same_stride(local.shape, local_stride, dense_stride(local.shape, outermost_first)):
         return contiguous_stride(shape)  # not dense: no memory order to keep
     return dense_stride(shape, outermost_first)
+
+
+def own_stride(tensor: torch.Tensor) -> Shape:
+    """The strides of a dense tensor, also along dims of size 1; else those of a dense one."""
+    dense = stride_like(tensor, tensor.shape)
+    return tensor.stride() if same_stride(tensor.shape, tensor.stride(), dense) else dense
 
 
 def check_plain_part(value: Any, asked: str) -> None:

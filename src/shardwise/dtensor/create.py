@@ -25,7 +25,7 @@ from shardwise.dtensor.compile import (
     traced_create,
     traced_distribute,
 )
-from shardwise.dtensor.conversion import check_plain_part, stride_like
+from shardwise.dtensor.conversion import check_plain_part, own_stride
 from shardwise.dtensor.gradients import refuse_hooks
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, LeafError, UnsupportedError
@@ -85,16 +85,14 @@ def distribute_tensor(
         )
     requires_grad = tensor.requires_grad
     if tensor.is_meta:
-        dense = stride_like(tensor, tensor.shape)
+        dense = own_stride(tensor)
         layout = make_layout(grid, normal, tensor.shape, dense, tensor.dtype)
         return DTensor._wrap(new_parts(layout, tensor.device), layout).requires_grad_(requires_grad)
     if grid.outside:
-        layout = make_layout(
-            grid, normal, tensor.shape, stride_like(tensor, tensor.shape), tensor.dtype
-        )
+        layout = make_layout(grid, normal, tensor.shape, own_stride(tensor), tensor.dtype)
         return DTensor._wrap(no_values(grid, tensor.dtype), layout).requires_grad_(requires_grad)
     local = localize(grid, tensor.detach().to(grid.device_type))
-    dense = stride_like(tensor, tensor.shape)
+    dense = own_stride(tensor)
     layout = make_layout(grid, (REPLICATE,) * grid.num_axes, tensor.shape, dense, tensor.dtype)
     if src_data_rank is not None:
         with because("distribute_tensor", implicit=False):

@@ -18,6 +18,7 @@ from shardwise._torch.schema import OpOverload, is_composite
 from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout
 from shardwise.core.sizes import noted, settle_ones
+from shardwise.core.strides import same_stride
 from shardwise.dispatch.catalog import (
     changes_shape,
     find_rule,
@@ -32,6 +33,7 @@ from shardwise.dispatch.infer import (
     as_on_one_device,
     check_whole_numbers,
     faked,
+    infer_outputs,
 )
 from shardwise.dispatch.inplace import (
     check_overlaps,
@@ -39,6 +41,7 @@ from shardwise.dispatch.inplace import (
     entry_of_call,
     watch_overlaps,
 )
+from shardwise.dispatch.kernel_strides import ASKED
 from shardwise.dispatch.local_call import has_other_strides, is_memory_of, restrided, unaliased
 from shardwise.dispatch.out_args import TensorByKeyword
 from shardwise.dispatch.plan import check_written_once
@@ -222,6 +225,7 @@ class Miss:
             except UnsupportedError:
                 to_source = _writes_to_source(op, args)
                 if to_source and op is aten.copy_.default and isinstance(args[1], Wrapped):
+                    check_overlaps(op, args)
                     write_through(*args[:2])
                     return args[0]
                 if twin is None or not (to_source or _may_write_back(args[0])):
@@ -341,7 +345,8 @@ def _run_decomposed(
     try:
         result = decomposition(*args, **kwargs)
         if result is not NotImplemented:
-            return result if _may_return_views(plain_op(op)) else _apart(result, args)
+            result = result if _may_return_views(plain_op(op)) else _apart(result, args)
+            return _in_kernel_order(op, args, kwargs, result) if op in ASKED else result
     except NotImplementedError as error:
         mixed = isinstance(error, MixedTensorsError) and plain_op(op) in kernels_above
         if op in FUSED_STEPS or mixed or not isinstance(error, ShardwiseError):
@@ -355,6 +360,19 @@ def _run_decomposed(
         raise found from error
     layouts = [x._layout for a in args for x in as_list(a) if isinstance(x, Wrapped)]
     raise UnsupportedError(unsupported(op, layouts)) from cause
+
+
+def _in_kernel_order(op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
+    """The result of a decomposition, copied where the kernel has another memory order."""
+    if not isinstance(result, Wrapped) or result._layout.symbolic or not result.numel():
+        return result
+    (meta,), _ = infer_outputs(op, [as_layouts(a) for a in args], kwargs, symbolic=False)
+    wanted: Any = meta.stride
+    if same_stride(result.shape, result.stride(), wanted):
+        return result
+    order = sorted(range(result.dim()), key=lambda d: -wanted[d])
+    inverse = sorted(range(result.dim()), key=lambda i: order[i])
+    return result.permute(order).contiguous().permute(inverse)
 
 
 def _may_return_views(op: Any) -> bool:

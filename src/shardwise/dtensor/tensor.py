@@ -25,6 +25,7 @@ from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise._torch.autograd import current_transform, is_legacy_batch, is_transformed
 from shardwise._torch.dispatch import ABOVE_AUTOGRAD, make_wrapper, no_torch_function, undispatched
 from shardwise.comm.pending import Pending
 from shardwise.core.encode import encode_mesh
@@ -37,7 +38,12 @@ from shardwise.dispatch.out_args import TensorByKeyword, run_by_keyword
 from shardwise.dispatch.plan_cache import Entry, entries
 from shardwise.dispatch.wrapped import Wrapped, as_layouts, lend
 from shardwise.dtensor import autograd, compile, conversion, pickling, snapshots
-from shardwise.dtensor.autograd import current_to_local, gradient_layout_of
+from shardwise.dtensor.autograd import (
+    current_to_local,
+    default_layouts,
+    from_local_layouts,
+    gradient_layout_of,
+)
 from shardwise.dtensor.compile import (
     FlatContext,
     exported_redistribute,
@@ -411,13 +417,21 @@ class DTensor(Wrapped):
         layout = conversion.local_layout(local, grid, placements, shape, stride)
         if not (is_grad_enabled() and local_tensor.requires_grad):
             return DTensor._wrap(sized_copy(local, False), layout)
-        autograd.refuse_transformed(local_tensor, "from_local()")
-        if grad_placements is None:
-            grad_layout = gradient_layout_of[layout.symbolic](layout)
-        else:
-            grad_layout = layout.with_placements(normalize(grad_placements, layout.shape, grid))
-        held = local is local_tensor
-        return autograd.from_local(local_tensor, layout, grad_layout, DTensor, async_op, held)
+        if (
+            current_transform() is not None
+            or is_legacy_batch(local_tensor)
+            or is_transformed(local_tensor)
+        ):
+            autograd.refuse_transformed(local_tensor, "from_local()")
+        given = default_layouts.get(layout)
+        if given is None or grad_placements is not None or async_op:
+            grad_layout = None
+            if grad_placements is not None:
+                grad_layout = layout.with_placements(normalize(grad_placements, layout.shape, grid))
+            given = from_local_layouts(layout, grad_layout, DTensor, async_op)
+            if grad_layout is None and not async_op and not layout.symbolic:
+                default_layouts[layout] = given
+        return autograd.from_local(local_tensor, given, local is local_tensor)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's shard, differentiable.

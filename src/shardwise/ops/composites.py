@@ -17,9 +17,11 @@ from shardwise._torch.schema import OpOverload
 from shardwise.comm.watch import implicit_replication
 from shardwise.core.layout import dense_stride, make_layout
 from shardwise.core.placements import REPLICATE
+from shardwise.core.strides import iterated_stride
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dispatch.infer import faked
 from shardwise.dispatch.out_args import run_by_keyword
+from shardwise.dispatch.rule import TensorMeta
 from shardwise.dispatch.wrapped import as_layouts, reduced_layout
 from shardwise.dtensor.plain_operands import check_plain
 from shardwise.dtensor.snapshots import SOURCE, add_source
@@ -193,7 +195,16 @@ def stft(
 
 def as_strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """The entries that as_strided reads, as a copy, which must not be written to."""
-    picked = _snapshot(x, lambda whole: as_strided_copy(whole, size, stride, storage_offset))
+    # In the memory order that a new tensor like the view would have.
+    dense = iterated_stride(tuple(size), [TensorMeta(tuple(size), tuple(stride), x.dtype)])
+    order = sorted(range(len(size)), key=lambda d: -dense[d])
+    inverse = sorted(range(len(size)), key=lambda i: order[i])
+    shape, steps = [size[d] for d in order], [stride[d] for d in order]
+
+    def pick(whole: Any) -> Any:
+        return as_strided_copy(whole, shape, steps, storage_offset).permute(inverse)
+
+    picked = _snapshot(x, pick)
     picked.__dict__[SOURCE][0].differentiated_as(x)
     return picked
 

@@ -53,9 +53,10 @@ def attend_over_sequence(
             "redistribute the operands over their heads: x.redistribute(placements=[Shard(1)])."
         )
     placements = _common_placements(query, key, axis)
-    query, key, value = (
-        x.redistribute(placements=_with_positions(x, placements, axis)) for x in (query, key, value)
-    )
+    query = query.redistribute(placements=_with_positions(query, placements, axis))
+    # A value lies where its key does.
+    of_keys = _with_positions(key, placements, axis)
+    key, value = (x.redistribute(placements=of_keys) for x in (key, value))
     hidden = None if mask is None else _local_mask(mask, query, axis)
     layout = query._layout
     group = AxisGroup(layout.grid, axis)

@@ -11,7 +11,7 @@ import torch
 from shardwise.core.layout import shard_with
 from shardwise.core.placements import Shard
 from shardwise.core.sizes import lengths
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.dispatch.rule import Call, Choice, EmptySafe, LocalCall, Rule, Table, table
 from shardwise.ops.shape.views import (
     DimSlice,
     Link,
@@ -102,6 +102,17 @@ def _negative_choices(call: Call) -> Iterator[Choice]:
         yield replace(choice, local=local)
 
 
+def _safe_choices(call: Call, choices: Iterator[Choice]) -> Iterator[Choice]:
+    """With no memory of an empty shard, which may begin at an odd place of another tensor's."""
+    local = LocalCall(EmptySafe(call.op), per_rank=True)
+    for choice in choices:
+        yield replace(choice, local=local)
+
+
+def _pair_choices(call: Call, links: Sequence[Link]) -> Iterator[Choice]:
+    yield from _safe_choices(call, link_choices(call, links))
+
+
 def _bits_choices(call: Call) -> Iterator[Choice]:
     """The same bits as another dtype: a shard of the last dim must hold whole entries."""
     before, after = call.inputs[0], call.outputs[0]
@@ -130,7 +141,7 @@ def _same_bytes(call: Call, dim: int, sizes: tuple[int, ...] | None) -> Shard | 
 
 
 RULES: Table = table(
-    ((aten.view.dtype,), Rule(_bits_choices, "... -> ...")),
+    ((aten.view.dtype,), Rule(lambda call: _safe_choices(call, _bits_choices(call)), "... -> ...")),
     ((aten.diagonal.default,), Rule(_diagonal_choices, "m n ... -> ... k")),
     view(
         aten.diagonal_backward.default,
@@ -155,7 +166,7 @@ RULES: Table = table(
     ),
     view(aten.view_as_real.default, links=unchanged, text="... -> ... [2]", choices=link_choices),
     view(
-        aten.view_as_complex.default, links=_but_last, text="... [2] -> ...", choices=link_choices
+        aten.view_as_complex.default, links=_but_last, text="... [2] -> ...", choices=_pair_choices
     ),
     ((aten._conj.default,), Rule(_conjugate_choices, "... -> ...")),
     ((aten._neg_view.default,), Rule(_negative_choices, "... -> ...")),

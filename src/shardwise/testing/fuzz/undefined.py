@@ -25,6 +25,7 @@ OVERLAP = "overlapping write"
 MEDIAN = "median of equal values"
 ZERO_TENSOR = "gradient that is a ZeroTensor"
 BIAS_ALONE = "second backward of a norm with a bias alone"
+SHARED_RESULT = "new tensor whose entries share memory"
 SHARED_GRADIENT = "write to a gradient that leaves share"
 ROUNDING = "rounding"
 
@@ -38,12 +39,16 @@ REASONS = {
     "second backward to it, and a number of no dims times a float is of another dtype",
     BIAS_ALONE: "the gradient of batch norm's bias depends on the gradient of its result, and "
     "torch's formula leaves that out where there is no weight",
+    SHARED_RESULT: "select_scatter and its kin keep the strides of a view by unfold, so what they "
+    "write to one entry shows in others too, and a later write acts on one place several times",
     SHARED_GRADIENT: "leaves of one sum may hold the same memory as gradient, and what a second "
     "backward adds to one of them is added to the others",
     ROUNDING: "one device gives another number when rounding errors are added, and with leaves in "
     "float64 both worlds agree",
 }
 _MEDIANS = frozenset({aten.median.dim, aten.nanmedian.dim})
+_SCATTERS = {aten.diagonal_scatter, aten.select_scatter, aten.slice_scatter}
+_SCATTERS |= {aten.as_strided_scatter}
 _NORM_BACKWARD = aten.native_batch_norm_backward.default
 
 
@@ -64,7 +69,10 @@ class UndefinedMode(TorchDispatchMode):
             elif func is _NORM_BACKWARD and args[2] is None and args[-1][2]:
                 # With a graph of backward, its formula may be used later.
                 self.found = BIAS_ALONE if torch.is_grad_enabled() else None
-        return _run(func, args, kwargs)
+        result = _run(func, args, kwargs)
+        if self.found is None and func.overloadpacket in _SCATTERS and _repeats(result):
+            self.found = SHARED_RESULT
+        return result
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -136,6 +144,12 @@ def _addresses(x: torch.Tensor) -> list[int]:
     end = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     places = torch.arange(max(end, 0)).as_strided(x.shape, x.stride()).flatten()
     return [x.data_ptr() + place * x.itemsize for place in places.tolist()]
+
+
+def _repeats(x: torch.Tensor) -> bool:
+    """Whether several entries are one place in memory."""
+    addresses = _addresses(x)
+    return len(set(addresses)) < len(addresses)
 
 
 def _has_equal(x: torch.Tensor, dim: int) -> bool:
