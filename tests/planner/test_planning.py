@@ -165,15 +165,16 @@ def test_many_tables_take_seconds():
 
 
 def test_a_narrower_exchange_is_chosen_where_it_is_allowed_and_faster():
-    plain = plan(TABLES, 4, **FIGURES)
+    network = replace(Constants.of("cpu"), owner_byte_s=4e-9)
+    plain = plan(TABLES, 4, constants=network, **FIGURES)
     assert plain.plan.exchange_dtype is None
-    rounded = plan(TABLES, 4, exchange_dtype=torch.bfloat16, **FIGURES)
+    rounded = plan(TABLES, 4, exchange_dtype=torch.bfloat16, constants=network, **FIGURES)
     assert rounded.plan.exchange_dtype == torch.bfloat16
     assert rounded.cost_s < plain.cost_s
     assert rounded.bound_s <= rounded.cost_s
     assert rounded.price.rows_sent.sum() < plain.price.rows_sent.sum()
     assert "sent as bfloat16" in describe_result(rounded)
-    slow = replace(Constants.of("cpu"), round_byte_s=1e-6)
+    slow = replace(network, round_byte_s=1e-6)
     kept = plan(TABLES, 4, exchange_dtype=torch.bfloat16, constants=slow, **FIGURES)
     assert kept.plan.exchange_dtype is None
     assert kept.cost_s == pytest.approx(plain.cost_s)
