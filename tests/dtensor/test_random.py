@@ -780,3 +780,12 @@ def test_normal_values_send_zeros_through_what_came_before(mesh, draw, placement
     found.sum().backward()
     assert placed.grad.placements == (placement,)
     assert torch.equal(whole(placed.grad), torch.zeros(4, 3))
+
+
+def test_a_draw_without_entries_checks_its_range():
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        empty = shardwise.zeros(0, 3, dtype=torch.bool, device_mesh=mesh, placements=[Shard(1)])
+        with pytest.raises(RuntimeError, match="out of bounds for bool"):
+            torch.randint_like(empty, 5)
+        assert torch.randint_like(empty, 2).shape == (0, 3)

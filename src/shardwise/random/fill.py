@@ -85,6 +85,7 @@ class DrawnShard:
 def fill_exactly(whole: Whole, shards: Sequence[DrawnShard], draw: Draw) -> None:
     """Write to each shard the values that one device would have there."""
     if not math.prod(whole.shape):
+        draw.run(shards[0].part, shards[0].operand)  # draws nothing; raises as one device does
         return
     device = shards[0].part.device
     in_chunks = device.type == "cpu" and math.prod(whole.shape) > CHUNK and draw.name is not None
