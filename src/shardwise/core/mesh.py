@@ -133,7 +133,13 @@ class Grid:
         return f"mesh ({axes})"
 
 
-def init_device_mesh(device_type: str, mesh_shape: Sequence[int], **options: Any) -> DeviceMesh:
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: tuple[str, ...] | None = None,
+    backend_override: dict[int | str, Any] | None = None,
+) -> DeviceMesh:
     """torch's function of this name; where there are too few ranks, the error says what to do.
 
     >>> import shardwise
@@ -161,7 +167,9 @@ def init_device_mesh(device_type: str, mesh_shape: Sequence[int], **options: Any
             f"{'more' if found else 'one'}: `with shardwise.simulate({needed}):` plays the ranks "
             f"in this process, `torchrun --nproc-per-node {needed} program.py` starts processes."
         )
-    return _init_device_mesh(device_type, shape, **options)
+    return _init_device_mesh(
+        device_type, shape, mesh_dim_names=mesh_dim_names, backend_override=backend_override
+    )
 
 
 # By identity: torch compares meshes of two worlds as equal.
