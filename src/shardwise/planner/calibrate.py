@@ -60,7 +60,7 @@ ROW_TERMS = ("row_s", "row_byte_s")
 
 
 @dataclass(frozen=True, slots=True)
-class StepCase:
+class DrawnStep:
     """A step to measure: tables, ids per bag of each, a plan, bags of a rank, skew of ids."""
 
     tables: tuple[Table, ...]
@@ -85,11 +85,11 @@ def calibrate(*, num_ranks: int = 4, repeats: int = 7) -> Constants:
     return replace(found, round_byte_s=measure_rounding(), sources=sources)
 
 
-def step_cases(num_ranks: int) -> list[StepCase]:
+def step_cases(num_ranks: int) -> list[DrawnStep]:
     return [drawn_case(seed, num_ranks) for seed in range(NUM_STEPS)]
 
 
-def drawn_case(seed: int, num_ranks: int) -> StepCase:
+def drawn_case(seed: int, num_ranks: int) -> DrawnStep:
     """Some tables, each split, replicated, or whole on one of a few ranks."""
     draw = random.Random(seed)
     num = draw.randint(4, 30)
@@ -114,7 +114,7 @@ def drawn_case(seed: int, num_ranks: int) -> StepCase:
             entries[name] = kind if kind == "row_wise" else {"kind": kind, "ranks": ranks}
         else:
             entries[name] = {"kind": "table_wise", "rank": draw.randrange(used)}
-    return StepCase(tuple(tables), tuple(ids), Plan(entries), bags, skew)
+    return DrawnStep(tuple(tables), tuple(ids), Plan(entries), bags, skew)
 
 
 def measure_steps(repeats: int, threads: int) -> tuple[list[float], float]:
@@ -161,11 +161,11 @@ def measure_exchange(num: int = 1 << 20, repeats: int = 10) -> float:
     return float(np.median(times)) / (2 * others * num * sent.element_size())
 
 
-def rank_batch(case: StepCase, rank: int, step: int) -> Jagged:
+def rank_batch(case: DrawnStep, rank: int, step: int) -> Jagged:
     return draw_batch(case.tables, case.bags, case.ids, case.skew, seed=1000 * rank + step)
 
 
-def fit_steps(cases: Sequence[StepCase], measured: Array, owner_byte_s: float) -> Constants:
+def fit_steps(cases: Sequence[DrawnStep], measured: Array, owner_byte_s: float) -> Constants:
     """The constants that give these steps, by rank and case, with the least relative errors.
 
     A step's cost is linear in the constants: with one of them set to 1, it is the coefficient. What
@@ -210,7 +210,7 @@ def _kernel_of(zero: Kernel, found: Array) -> Kernel:
     return replace(zero, byte_s=tuple(np.cumsum(pieces).tolist()), **named)
 
 
-def sampled(case: StepCase, num_ranks: int) -> Workload:
+def sampled(case: DrawnStep, num_ranks: int) -> Workload:
     """How a step of all ranks uses the tables of a case."""
     found = []
     for step in range(2):
@@ -224,7 +224,7 @@ def sampled(case: StepCase, num_ranks: int) -> Workload:
 
 
 def _step_seconds(
-    constants: Constants, cases: Sequence[StepCase], works: Sequence[Workload], num_ranks: int
+    constants: Constants, cases: Sequence[DrawnStep], works: Sequence[Workload], num_ranks: int
 ) -> Array:
     """Of each rank in each case, rank by rank."""
     setting = Setting(num_ranks, num_ranks, constants, "sgd")
