@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from shardwise import LocalTensor, RankMismatchError, simulate
 
@@ -122,6 +123,32 @@ def test_an_uneven_tensor_still_computes():
 def test_an_uneven_tensor_is_cut_on_every_rank(cut):
     x = LocalTensor.per_rank(lambda rank: torch.arange(rank + 1.0))
     assert per_rank(x[cut]) == [torch.arange(rank + 1.0)[cut].tolist() for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [F.mse_loss, F.l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits, F.smooth_l1_loss],
+    ids=lambda loss: loss.__name__,
+)
+def test_losses_of_uneven_batches(loss):
+    """They compare the sizes of their arguments; a rank may have no examples."""
+    weight = torch.randn(3, 1, requires_grad=True)
+    batches = [(torch.randn(rank, 3), torch.rand(rank, 1)) for rank in range(4)]
+    alone = [loss(x @ weight, y, reduction="sum") for x, y in batches]
+    expected = torch.autograd.grad(sum(alone), weight)[0]
+    x, y = (LocalTensor.per_rank(lambda rank, i=i: batches[rank][i]) for i in range(2))
+    held = LocalTensor.per_rank(lambda rank: weight.detach().clone()).requires_grad_()
+    found = loss(x @ held, y, reduction="sum")
+    found.sum().backward()
+    for rank in range(4):
+        torch.testing.assert_close(found.on_rank(rank), alone[rank])
+    torch.testing.assert_close(sum(held.grad.on_rank(rank) for rank in range(4)), expected)
+
+
+def test_a_norm_that_refuses_a_batch_of_one_does_not_decide_for_all_ranks():
+    x = LocalTensor.per_rank(lambda rank: torch.ones(rank + 1, 2))
+    with pytest.raises(RankMismatchError, match="rank 0 has"):
+        F.batch_norm(x, None, None, training=True)
 
 
 @pytest.mark.parametrize("read", [float, bool, lambda x: x.item(), lambda x: x.tolist()])

@@ -127,7 +127,9 @@ _COMPILER = _places(
     "fx",
     "utils/_python_dispatch.py",
 )
-_FORMULAS = _places("_decomp", "_refs")
+_FORMULAS = _places("_decomp", "_refs", "nn/functional.py")
+#: Of these, functions that refuse a batch of one: each rank would decide by its own size.
+_DECIDE = frozenset({"batch_norm", "group_norm", "instance_norm"})
 #: Files used by the compiler and by programs, and the compiler's function in each.
 _SHARED = dict(
     zip(
@@ -160,7 +162,7 @@ def asker(own_file: str) -> Asker:
     while frame.f_code.co_filename == own_file:
         frame = frame.f_back
     file, name = frame.f_code.co_filename, frame.f_code.co_name
-    if file.startswith(_FORMULAS):
+    if file.startswith(_FORMULAS) and name not in _DECIDE:
         return Asker.FORMULA
     if not file.startswith(_COMPILER):
         above = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
