@@ -739,9 +739,10 @@ def test_a_changed_parameter():
             layer(torch.ones(2, 8))
 
 
-def test_a_step_between_forward_and_backward():
+@pytest.mark.parametrize("reshards", [True, False, None])
+def test_a_step_between_forward_and_backward(reshards):
     with shardwise.simulate(2):
-        layer = fully_shard(Layer(), mesh_of(dp=2), reshard_after_forward=True)
+        layer = fully_shard(Layer(), mesh_of(dp=2), reshard_after_forward=reshards)
         loss = layer(torch.ones(2, 8)).sum()
         with torch.no_grad():
             layer.up.weight.mul_(2)

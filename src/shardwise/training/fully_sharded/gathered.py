@@ -40,12 +40,6 @@ class GroupParameters:
     def version(self) -> int:
         return sum(buffer.version() for buffer in self.buffers)
 
-    @property
-    def version_of_whole(self) -> int:
-        """The version of what is gathered; where the shard is the whole, that of now."""
-        aliased = any(buffer.whole is buffer.shard for buffer in self.buffers)
-        return self.version() if aliased else self.seen
-
     # -- gathering ---------------------------------------------------------------------------
 
     def start(self) -> None:

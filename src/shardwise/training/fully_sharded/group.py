@@ -264,7 +264,7 @@ class ParameterGroup:
             return
         self.running.append(call)
         self.parameters.gather()
-        if call.version != self.parameters.version_of_whole:
+        if call.version != self.parameters.version():
             raise LeafError(
                 f"Parameters of {type(self.module).__name__} were written to between forward and "
                 "backward, for example by an optimizer's step. Backward needs the values of "
