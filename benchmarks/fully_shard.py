@@ -109,6 +109,8 @@ class Sent(TorchDispatchMode):
             size = args[0].numel() * args[0].element_size()
             whole = size * (self.num_ranks if "gather" in name else 1)
             whole *= 2 if "all_reduce" in name else 1
+            if "all_to_all" in name and args[2][dist.get_rank()] == 0:  # all of it is sent
+                whole = size * self.num_ranks // (self.num_ranks - 1)
         elif func.namespace == "c10d":
             sent = args[0] if "allreduce" in name else args[1] if "_base" in name else None
             sent = sent[0] if isinstance(sent, (list, tuple)) else sent

@@ -166,26 +166,38 @@ def start_reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int)
     return _reduce_scatter_tensor(x.contiguous(), reduce_op, grid.shape[axis], name)
 
 
+def sends_terms(x: torch.Tensor, dtype: torch.dtype, grid: Grid, axis: int) -> bool:
+    """Whether `start_scattered_sum` of a tensor like `x` sends terms, and adds them itself.
+
+    gloo reduces everything on all ranks and keeps a chunk of it. Sending each rank the terms of its
+    chunk takes half the bytes and CPU, and adds them in the order of the simulated world. Then the
+    rank's own chunk comes last in what it gives, so that the rest can be sent as it lies.
+    """
+    is_term = x.is_cpu and not is_per_rank(x) and dtype not in _MOVED_AS_BYTES
+    return is_term and grid.shape[axis] > 1
+
+
 def start_scattered_sum(
     x: torch.Tensor, grid: Grid, axis: int, unused: Callable[[torch.Tensor], None]
 ) -> Callable[[], torch.Tensor]:
     """Start `reduce_scatter` of a sum over dim 0's entries; call what is returned for the result.
 
-    `unused` is called with a tensor on the CPU that has been sent and may be written to.
-
-    gloo reduces everything on all ranks and keeps a chunk of it. Sending each rank the terms of its
-    chunk takes half the bytes and CPU, and adds them in the order of the simulated world.
+    Entries are in the order of ranks, or as `sends_terms` says. `unused` is called with a tensor on
+    the CPU that has been sent and may be written to.
     """
-    sent_as_it_is = x.is_cpu and not is_per_rank(x) and x.dtype not in _MOVED_AS_BYTES
-    if not sent_as_it_is or grid.shape[axis] == 1:
+    if not sends_terms(x, x.dtype, grid, axis):
         started = start_reduce_scatter(x, "sum", grid, axis)
         return lambda: in_dtype(awaited(started), x.dtype)
-    with watch.told("reduce_scatter_tensor", x, group_name(grid, axis)):
-        started = start_all_to_all(x, grid, axis)
+    name, mine = group_name(grid, axis), my_coordinate(grid)[axis]
+    splits = [int(k != mine) for k in range(grid.shape[axis])]
+    with watch.told("reduce_scatter_tensor", x, name):
+        started = _all_to_all_single(x[:-1], splits, splits, name)
 
     def add() -> torch.Tensor:
-        first, second, *others = awaited(started).unbind()
-        total = first + second
+        terms = list(awaited(started).unbind())
+        terms.insert(mine, x[-1])
+        first, second, *others = terms
+        total = started[0].add_(x[-1]) if not others else first + second
         for term in others:
             total += term
         unused(x)

@@ -330,6 +330,7 @@ class FlatBuffer:
         """
         numbers = tuple(grads)
         held = {n: localize(self.grid, grad) for n, grad in grads.items() if grad is not None}
+        own_last = collectives.sends_terms(next(iter(held.values())), dtype, self.grid, self.axis)
         flags = [float(n in held) for n in numbers]
         scale_of = dict(zip(numbers, scales, strict=True))
 
@@ -338,8 +339,11 @@ class FlatBuffer:
             pieces, length = self.gradient_pieces(place, numbers)
             device = here[0].device
             row = new_row((self.parts, length + len(flags)), dtype, device)
+            chunks = list(row.unbind())
+            if own_last:
+                chunks.insert(place[self.axis], chunks.pop())
             for piece in pieces:
-                target = _view(row[piece.chunk], piece)
+                target = _view(chunks[piece.chunk], piece)
                 if piece.number in given:
                     grad = given[piece.number]
                     rows = _rows(grad.to_dense() if grad.is_sparse else grad, piece)
