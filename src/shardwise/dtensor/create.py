@@ -231,7 +231,7 @@ def zeros(
     Without a mesh it lies on the current one (`with mesh:`); without placements it is replicated.
     """
     if is_traceable(requires_grad):
-        return traced_create(_shape(size), 0.0, dtype, layout, device_mesh, placements)
+        return traced_create(shape_of(size), 0.0, dtype, layout, device_mesh, placements)
     return _create(torch.zeros, size, (), dtype, layout, requires_grad, device_mesh, placements)
 
 
@@ -245,7 +245,7 @@ def ones(
 ) -> DTensor:
     """A DTensor of ones; options as for `zeros`."""
     if is_traceable(requires_grad):
-        return traced_create(_shape(size), 1.0, dtype, layout, device_mesh, placements)
+        return traced_create(shape_of(size), 1.0, dtype, layout, device_mesh, placements)
     return _create(torch.ones, size, (), dtype, layout, requires_grad, device_mesh, placements)
 
 
@@ -259,7 +259,7 @@ def empty(
 ) -> DTensor:
     """A DTensor without values of its own; options as for `zeros`."""
     if is_traceable(requires_grad):
-        return traced_create(_shape(size), None, dtype, layout, device_mesh, placements)
+        return traced_create(shape_of(size), None, dtype, layout, device_mesh, placements)
     return _create(torch.empty, size, (), dtype, layout, requires_grad, device_mesh, placements)
 
 
@@ -275,7 +275,7 @@ def full(
 ) -> DTensor:
     """A DTensor filled with one number; options as for `zeros`."""
     if is_traceable(requires_grad):
-        return traced_create(_shape((size,)), fill_value, dtype, layout, device_mesh, placements)
+        return traced_create(shape_of((size,)), fill_value, dtype, layout, device_mesh, placements)
     return _create(
         torch.full, (size,), (fill_value,), dtype, layout, requires_grad, device_mesh, placements
     )
@@ -295,7 +295,7 @@ def rand(
     Options as for `zeros`, and `generator`.
     """
     if is_traceable(requires_grad, generator):
-        new = traced_create(_shape(size), None, dtype, layout, device_mesh, placements)
+        new = traced_create(shape_of(size), None, dtype, layout, device_mesh, placements)
         return new.uniform_()
     options = size, dtype, layout, requires_grad, device_mesh, placements
     return _draw_by(aten.uniform_.default, (), generator, *options)
@@ -312,7 +312,7 @@ def randn(
 ) -> DTensor:
     """Normal random numbers, the ones that one device would draw; options as for `rand`."""
     if is_traceable(requires_grad, generator):
-        new = traced_create(_shape(size), None, dtype, layout, device_mesh, placements)
+        new = traced_create(shape_of(size), None, dtype, layout, device_mesh, placements)
         return new.normal_()
     options = size, dtype, layout, requires_grad, device_mesh, placements
     return _draw_by(aten.normal_.default, (), generator, *options)
@@ -333,7 +333,7 @@ def randint(
     """Random integers from `low` up to, but not including, `high`; options as for `rand`."""
     dtype = dtype or torch.int64
     if is_traceable(requires_grad, generator):
-        new = traced_create(_shape((size,)), None, dtype, layout, device_mesh, placements)
+        new = traced_create(shape_of((size,)), None, dtype, layout, device_mesh, placements)
         return torch.randint_like(new, low, high)  # type: ignore[return-value]
     options = (size,), dtype, layout, requires_grad, device_mesh, placements
     return _draw_by(getattr(aten.random_, "from"), (low, high), generator, *options)
@@ -375,7 +375,8 @@ def _draw_order(n: int, generator: Any, *options: Any) -> DTensor:
     return _draw(Draw(write, name=None, generator=generator), *options)
 
 
-def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
+def shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
+    """The sizes that a factory was given, one by one or as one tuple."""
     return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
 
 
@@ -386,7 +387,7 @@ def _layout_for(
     placements: Sequence[Placement] | None,
 ) -> tuple[Grid, Layout]:
     grid = grid_of(device_mesh if device_mesh is not None else current_mesh())
-    shape = _shape(size)
+    shape = shape_of(size)
     normal = normalize(placements, shape, grid)
     if any(p.is_partial() for p in normal):
         raise LayoutError(f"A new tensor cannot be {short(normal)}: shard or replicate it.")

@@ -34,11 +34,9 @@ LARGEST = 1e300
 Entry = str | dict[str, Any]
 
 
-def read_plan_file(
-    path: str | os.PathLike[str], *, form: str = FORMAT, section: str = "modules"
-) -> dict[str, Entry]:
-    """The entries of a plan file, by pattern, in the order of the file."""
-    return read_plan_with(path, (), form=form, section=section)[0]
+def read_plan_file(path: str | os.PathLike[str]) -> dict[str, Entry]:
+    """The entries of a plan file for modules, by pattern, in the order of the file."""
+    return read_plan_with(path, (), form=FORMAT, section="modules")[0]
 
 
 def read_plan_with(

@@ -37,16 +37,13 @@ def outputs_table(report: StepReport) -> Table:
     return table
 
 
-def parity_table(parity: Parity, *, everything: bool = False) -> Table:
-    """What differs, or all that was compared."""
+def parity_table(parity: Parity) -> Table:
+    """What differs."""
     columns = ("what", "name", "verdict")
     table = _table("", *columns, numbers=("largest difference", "of"))
-    for each in parity.differences if everything else parity.differing:
-        within = each.within(parity.tolerance)
-        verdict = each.remark or ("agrees" if within else "differs")
-        style = None if within else "red"
+    for each in parity.differing:
         figures = (f"{each.largest:.2e}", f"{each.scale:.2e}")
-        table.add_row(each.what, each.name, verdict, *figures, style=style)
+        table.add_row(each.what, each.name, each.remark or "differs", *figures, style="red")
     return table
 
 

@@ -12,6 +12,7 @@ from shardwise.comm import collectives
 from shardwise.comm.agreement import Fault, agree, gather_texts, joint_error
 from shardwise.comm.watch import because
 from shardwise.core.mesh import Grid
+from shardwise.dtensor.create import shape_of
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, LeafError
 from shardwise.shard.spec import (
@@ -191,7 +192,7 @@ def init_from_local_shards(
     tensor([0, 0, 1, 1])
     """
     check_torch_options("init_from_local_shards", init_rrefs=init_rrefs)
-    shape = _shape(global_size)
+    shape = shape_of(global_size)
     grid = home_grid(process_group)
     what, shards = "init_from_local_shards", list(local_shards)
     told = gather_texts(grid, what, lambda rank: _as_text(shards, shape, rank, grid))
@@ -390,10 +391,6 @@ def check_torch_options(
         )
 
 
-def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
-
-
 def _new(
     tiling: Tiling, place: Any, make: Callable[..., Any], values: Any, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -415,7 +412,7 @@ def _create(
         raise ArgumentError(f"The first argument is a sharding spec, found {spec!r}.")
     if dtype is None:
         dtype = torch.full((), *values).dtype if values else torch.get_default_dtype()
-    shape = _shape(size)
+    shape = shape_of(size)
     local: torch.Tensor
     if is_outside(process_group):
         tiling = outside_tiling(spec, shape)

@@ -62,11 +62,9 @@ def roster_of(x: Any) -> Roster | None:
     return x._roster if type(x) is LocalTensor else None
 
 
-def from_parts(
-    parts: Sequence[torch.Tensor], roster: Roster | None, sized: bool = False
-) -> torch.Tensor:
-    """The tensor of these parts; `sized` for use outside a DTensor, where its sizes are read."""
-    return parts[0] if roster is None else LocalTensor(parts, roster, sized)
+def from_parts(parts: Sequence[torch.Tensor], roster: Roster | None) -> torch.Tensor:
+    """The tensor of these parts."""
+    return parts[0] if roster is None else LocalTensor(parts, roster)
 
 
 def per_rank(fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
