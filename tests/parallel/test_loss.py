@@ -198,7 +198,17 @@ def test_mistakes(mesh, change, error, message):
         parallel_cross_entropy(**given)
 
 
-def test_a_plain_target_for_a_sharded_batch(square):
+@pytest.mark.parametrize("size", [4, 2], ids=["whole", "shard"])
+def test_a_plain_target_for_a_sharded_batch(square, size):
     logits = distribute_tensor(torch.ones(4, 8), square, [Shard(0), Shard(1)])
-    with pytest.raises(shardwise.MixedTensorsError, match="batch is sharded"):
-        parallel_cross_entropy(logits, torch.zeros(4, dtype=torch.long))
+    target = torch.zeros(size, dtype=torch.long)
+    with pytest.raises(shardwise.MixedTensorsError, match="batch is sharded") as error:
+        parallel_cross_entropy(logits, target)
+    assert "DTensor.from_local(target, logits.device_mesh, [Shard(0), Replicate()])" in str(
+        error.value
+    )
+    if size == 2:
+        target = DTensor.from_local(target, logits.device_mesh, [Shard(0), Replicate()])
+        torch.testing.assert_close(
+            whole(parallel_cross_entropy(logits, target)), torch.tensor(8.0).log()
+        )

@@ -215,7 +215,15 @@ def without_partials(logits: DTensor) -> DTensor:
 
 def check_target(logits: DTensor, target: torch.Tensor, soft: bool) -> None:
     layout = logits._layout
-    expected = layout.shape if soft else token_layout(layout).shape
+    tokens = token_layout(layout)
+    if not isinstance(target, DTensor) and any(p.is_shard() for p in tokens.placements):
+        raise MixedTensorsError(
+            f"The logits' batch is sharded ({tokens!r}) and the target is a plain tensor. If it is "
+            "this rank's shard, write DTensor.from_local(target, logits.device_mesh, "
+            f"{list(tokens.placements)}); if it is whole, distribute_tensor with the same "
+            "arguments."
+        )
+    expected = layout.shape if soft else tokens.shape
     if tuple(target.shape) != tuple(expected):
         raise LayoutError(
             f"Logits of shape {tuple(layout.shape)} need a target of shape {tuple(expected)}, "
@@ -229,22 +237,9 @@ def check_target(logits: DTensor, target: torch.Tensor, soft: bool) -> None:
 
 def placed_target(target: torch.Tensor, like: Layout) -> DTensor:
     if not isinstance(target, DTensor):
-        if any(p.is_shard() for p in _batch_placements(like, target)):
-            raise MixedTensorsError(
-                f"The logits' batch is sharded ({like!r}) and the target is a plain tensor. Lay it "
-                "out alike: distribute_tensor(target, mesh, placements), or DTensor.from_local "
-                "where each rank holds its shard."
-            )
         whole = [REPLICATE] * like.grid.num_axes
         target = DTensor.from_local(target, like.grid.mesh, whole)
     return target.redistribute(placements=like.placements, order=like.order)
-
-
-def _batch_placements(like: Layout, target: torch.Tensor) -> tuple[Placement, ...]:
-    """The placements of the batch: those of a soft target without its classes."""
-    if not target.is_floating_point():
-        return like.placements
-    return token_layout(like).placements
 
 
 def placed_weight(weight: torch.Tensor, logits: Layout) -> DTensor:
