@@ -73,6 +73,47 @@ def test_forward_mode_gradients(mesh):
         torch.testing.assert_close(value(one), other)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: lambda x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+        torch.func.hessian,
+        lambda f: torch.func.jacfwd(torch.func.jacfwd(f)),
+        lambda f: lambda x: torch.func.jvp(torch.func.grad(f), (x,), (torch.ones_like(x),))[1],
+    ],
+    ids=["jvp", "hessian", "jacfwd twice", "product with a hessian"],
+)
+def test_forward_mode_with_operands_that_have_no_tangent(mesh, transform, placement):
+    """Torch makes zeros for them, which have no layout, and some no memory."""
+    x, weight = torch.randn(5), torch.randn(5, 7)
+
+    def run(x, weight):
+        return transform(lambda x: (x @ weight).sin().sum() + torch.dot(x, weight[:, 0]))(x)
+
+    found = run(lay(x, mesh, [Replicate()]), lay(weight, mesh, [placement]))
+    torch.testing.assert_close(value(found), run(x, weight))
+
+
+def test_tensors_made_inside_of_a_transform(mesh):
+    x = torch.randn(5, 6)
+    laid_out = lay(x, mesh, [Shard(0)])
+
+    def run(x, other, ones):
+        return torch.func.grad(lambda x: (other[:, [1, 3]] * x[:, :2] * ones() + x[:, 2:4]).sum())(
+            x
+        )
+
+    found = run(laid_out, laid_out, lambda: shardwise.ones(5, 2, device_mesh=mesh))
+    torch.testing.assert_close(value(found), run(x, x, lambda: torch.ones(5, 2)))
+    for convert in (shardwise.DTensor.from_local, shardwise.distribute_tensor):
+        with pytest.raises(shardwise.UnsupportedError, match="Make DTensors before the transform"):
+            torch.func.grad(lambda x, f=convert: (x * f(torch.ones(6), mesh, [Replicate()])).sum())(
+                laid_out
+            )
+
+
 def test_a_number_is_formatted_as_one(mesh):
     loss = lay(torch.arange(10.0), mesh, [Shard(0)]).sum()
     assert f"{loss:.2f}" == "45.00"

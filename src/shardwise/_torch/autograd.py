@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -54,6 +55,17 @@ is_transformed: Callable[[Any], bool] = _names.find(
 current_transform: Callable[[], Any] = _names.find(
     "torch._C._functorch.peek_interpreter_stack", _NO_TRANSFORMS, instead=lambda: None
 )
+_outside_transforms: Callable[[], Any] = _names.find(
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+    "DTensors cannot be made inside of torch.func's transforms",
+    instead=contextlib.nullcontext,
+)
+
+
+def outside_transforms(make: Callable[..., Any], *args: Any) -> Any:
+    """`make(*args)`, which depends on no tensor of a transform of torch.func, outside of them."""
+    with _outside_transforms():
+        return make(*args)
 
 
 class VersionSource(torch.Tensor):

@@ -6,18 +6,20 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise._torch.autograd import current_transform, outside_transforms
 from shardwise.comm import collectives
 from shardwise.comm.watch import because
 from shardwise.core.layout import Layout, contiguous_stride, make_layout, normalize
 from shardwise.core.mesh import Grid, current_mesh, grid_of
 from shardwise.core.placements import REPLICATE, Placement, Replicate, Shard, short
 from shardwise.core.untraced import breaks_graph
+from shardwise.dtensor.autograd import refuse_transformed
 from shardwise.dtensor.compile import (
     install_factories,
     is_traceable,
@@ -73,6 +75,8 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         return _already_there(tensor, grid, placements)
     check_plain_part(tensor, "distribute_tensor(tensor, ...)")
+    if current_transform() is not None:
+        refuse_transformed(tensor, "distribute_tensor() inside of a transform")
     if not tensor.is_leaf:
         raise LeafError(
             "distribute_tensor() makes a leaf, but the tensor has a history in autograd: detach() "
@@ -406,6 +410,9 @@ def _create(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
+    if current_transform() is not None:
+        given = (dtype, layout, requires_grad, device_mesh, placements)
+        return cast("DTensor", outside_transforms(_create, make, size, values, *given))
     _check_strided(layout)
     if make is torch.full and dtype is None:
         dtype = torch.full((), *values).dtype

@@ -71,6 +71,7 @@ from shardwise.dtensor.plain_operands import (
 )
 from shardwise.dtensor.snapshots import follow, may_write, take_over, write_through
 from shardwise.errors import MixedTensorsError, ShardwiseError, UnsupportedError
+from shardwise.simulation.local_tensor import resolved
 
 aten = torch.ops.aten
 
@@ -108,6 +109,8 @@ def add_argument(
         if position is None and operands is not None:
             position = len(operands)
         check_plain(op, value, position)
+        if value._is_zerotensor():
+            value = resolved(value)
         if value.requires_grad:
             keep_plain(value)
         key.append((torch.Tensor, value.dtype, value.shape, value.stride()))

@@ -25,7 +25,12 @@ from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise._torch.autograd import current_transform, is_legacy_batch, is_transformed
+from shardwise._torch.autograd import (
+    current_transform,
+    is_legacy_batch,
+    is_transformed,
+    outside_transforms,
+)
 from shardwise._torch.dispatch import ABOVE_AUTOGRAD, make_wrapper, no_torch_function, undispatched
 from shardwise.comm.pending import Pending
 from shardwise.core.encode import encode_mesh
@@ -300,6 +305,10 @@ class DTensor(Wrapped):
         pin_memory: bool = False,
     ) -> DTensor:
         """`data` as a tensor of this dtype and device, replicated over the mesh."""
+        if current_transform() is not None:
+            return outside_transforms(
+                self.new_tensor, data, dtype, device, requires_grad, pin_memory
+            )
         plain = torch.tensor(
             data,
             dtype=dtype or self.dtype,
@@ -415,13 +424,11 @@ class DTensor(Wrapped):
         if run_check:
             conversion.check_all_ranks(local, grid, placements, shape, stride)
         layout = conversion.local_layout(local, grid, placements, shape, stride)
+        if is_transformed(local_tensor):
+            autograd.refuse_transformed(local_tensor, "from_local()")
         if not (is_grad_enabled() and local_tensor.requires_grad):
             return DTensor._wrap(sized_copy(local, False), layout)
-        if (
-            current_transform() is not None
-            or is_legacy_batch(local_tensor)
-            or is_transformed(local_tensor)
-        ):
+        if current_transform() is not None or is_legacy_batch(local_tensor):
             autograd.refuse_transformed(local_tensor, "from_local()")
         given = default_layouts.get(layout)
         if given is None or grad_placements is not None or async_op:
