@@ -121,7 +121,7 @@ def mesh_without_groups(
 
 
 def set_default_timeout(timeout: timedelta) -> None:
-    """Let groups that this process makes from now on wait so long, whoever makes them."""
+    """The timeout of all groups that this process makes from now on."""
     for name in _DEFAULT_NAMES:
         setattr(distributed_c10d, name, timeout)
 

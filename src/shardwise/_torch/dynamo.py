@@ -46,7 +46,7 @@ def reset() -> None:
 
 
 def _as_tangent(self: torch.Tensor, context: Any, expected_type: type | None = None) -> Any:
-    """A plain gradient as a compiled graph expects it; None where that is no tensor of ours.
+    """A plain gradient as a compiled graph expects it; None where it expects another class.
 
     For an output that has no gradient torch makes plain zeros, whatever the output was, and then
     asks the zeros to become what the graph expects.

@@ -156,7 +156,7 @@ def _overlap(one: Any, other: Any) -> bool:
         return False
     whole = one if one._base is None else one._base
     if whole is not (other if other._base is None else other._base):
-        # What detach() returns is no view to torch, but its shards are.
+        # To torch, what detach() returns is not a view, but its shards are.
         return any(map(_start_alike, parts_of(one._local), parts_of(other._local)))
     if whole._layout.symbolic or not _is_dense(whole):
         return False

@@ -437,7 +437,7 @@ def with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
     )
 
 
-#: For a DTensor that is no snapshot, or is current.
+#: For a DTensor that is not a snapshot, or is current.
 current_to_local = bare_apply(ToLocal)
 to_local = direct_apply(ToLocal)
 from_local = bare_apply(FromLocal)

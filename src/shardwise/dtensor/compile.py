@@ -374,7 +374,7 @@ def install(from_local: Any, redistribute: Any, to_local: Any) -> None:
 # torch.compile replays a view on a fake of its base. Numbers of the view, such as the start of a
 # slice, become symbols of no input, and a rule that compares one leaves a guard that torch cannot
 # express. A view of a DTensor has its parts and its layout: it is assembled from fakes of the
-# parts, as a tensor that is no view would be, and declared a view of the base.
+# parts, as a tensor that is not a view would be, and declared a view of the base.
 
 #: The last DTensor that was assembled from parts: torch makes the fake of a view just before it
 #: replays the view.

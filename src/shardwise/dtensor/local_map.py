@@ -37,7 +37,7 @@ def local_map(
     """`func`, which works on local tensors, as a function of DTensors.
 
     `out_placements` are the placements of the results: one list for all, or a tuple with a list
-    for each, None for one that is no tensor. `in_placements` are the placements that each argument
+    for each, None for one that is not a tensor. `in_placements` are the placements that each argument
     must have, None where any will do; an argument with others raises, or is moved with
     `redistribute_inputs`. `in_grad_placements` are the placements of the gradients that `func`
     returns. Without DTensors among the arguments, `func` is called as it is. On a rank outside the
@@ -162,7 +162,7 @@ def _distributed(func: Any, result: Any, out_placements: Any, mesh: DeviceMesh, 
             if placements is not None and not alike:
                 raise ArgumentError(
                     f"out_placements has {placements!r} for {leaf!r}, which {_name(func)} returned "
-                    "and which is no tensor: give None."
+                    "and which is not a tensor: give None."
                 )
             wrapped.append(leaf)
         elif placements is None:

@@ -302,7 +302,7 @@ def follow(kind: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any], entr
     read_current(args, entry)
     if any(layout.snapshot for layout in entry.plan.outputs):
         finish = entry.finish or _wraps_one(entry.out)
-        # To torch, the result of detach is no view, but shares the version counter.
+        # To torch, the result of detach is not a view, but shares the version counter.
         shares = op is aten.detach.default
         entry.finish = _noting_source(functools.partial(View, kind, op, kwargs), finish, shares)
         entry.out = None

@@ -44,7 +44,7 @@ class GradientRows:
 
 
 class SharedColumns:
-    """Which tables have their columns on several ranks; laid down once."""
+    """Which tables have their columns on several ranks; computed once."""
 
     def __init__(self, stacks: Stacks) -> None:
         tiling, self._stacks = stacks.tiling, stacks

@@ -1,8 +1,8 @@
-"""Routing: which ids go to which rank, laid down when a collection is sharded.
+"""Routing: which ids go to which rank, computed when a collection is sharded.
 
 Note [Blocks]
 Legs are handled in blocks: neighbouring legs to one stack, whose tables are either not split by
-rows, or split by rows over the same ranks. What a plan decides is laid down once, per block; a
+rows, or split by rows over the same ranks. What a plan decides is computed once, per block; a
 batch adds arrays of counts. So the Python of a step grows with blocks, of which a rank has about as
 many as widths of tables, and not with tables.
 """

@@ -4,7 +4,7 @@ Note [A part of the sequence]
 What is computed for each position alone (layers, norms, most losses) needs no change: a part of the
 sequence is like a part of the batch. So the axis is a data axis, along which gradients are
 averaged, and the boundaries of styles count it as one. Only attention and positions differ: the
-attention modules exchange keys and values, and the module is told the positions of its part.
+attention modules exchange keys and values, and the module gets the positions of its part.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from shardwise.training.reducer import data_axes_along
 
 @dataclass(slots=True, eq=False)
 class Reducing:
-    """A row of gradients on its way: what it holds, and the axes that are still to come."""
+    """A row of gradients on its way: what it holds, and the axes that are left."""
 
     buffer: FlatBuffer
     #: For each member, by number, the axes of its mesh along which its gradient stays Partial.
@@ -167,7 +167,7 @@ class GroupGradients:
     ) -> tuple[torch.Tensor | None, tuple[int, ...]]:
         """This rank's term of the sum over the group's axes, and axes that stay Partial.
 
-        Those are `declared` as data axes by somebody else: whoever uses the gradient reduces it.
+        Other front doors `declared` those as data axes: the first use of the gradient reduces it.
         """
         place, shard_grid = self.place, member.layout.grid
         if member.own:

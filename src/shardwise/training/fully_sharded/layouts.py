@@ -133,5 +133,5 @@ def _axis_like(grid: Grid, axis: int, other: Grid) -> int:
             return k
     raise LayoutError(
         f"fully_shard: a parameter is on {grid!r} of ranks {list(grid.ranks)}, and axis "
-        f"{grid.axis_name(axis)!r} is no axis of {other!r}. Take both meshes from one."
+        f"{grid.axis_name(axis)!r} is not an axis of {other!r}. Take both meshes from one."
     )
