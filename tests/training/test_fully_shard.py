@@ -30,7 +30,7 @@ import shardwise
 from shardwise import DTensor, LayoutError, LocalTensor, Replicate
 from shardwise.checkpoint import load, save
 from shardwise.debug import CommDebugMode
-from shardwise.errors import LeafError, UnsupportedError
+from shardwise.errors import ArgumentError, LeafError, UnsupportedError
 from shardwise.parallel import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -729,6 +729,34 @@ def test_a_module_sharded_twice():
         layer = fully_shard(Layer(), mesh_of(dp=2))
         with pytest.raises(LayoutError, match="Layer is fully sharded already"):
             fully_shard(layer, mesh_of(dp=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"mp_policy": torch.bfloat16},
+            "mp_policy is a MixedPrecisionPolicy, found",
+        ),
+        (
+            {"mp_policy": MixedPrecisionPolicy("bf16")},
+            "param_dtype is a floating dtype",
+        ),
+        ({"offload_policy": True}, "offload_policy is a CPUOffloadPolicy or None, found True"),
+    ],
+)
+def test_options_of_another_type(options, words):
+    with shardwise.simulate(2), pytest.raises(ArgumentError, match=words):
+        fully_shard(Layer(), mesh_of(dp=2), **options)
+
+
+def test_modules_that_are_never_called():
+    with shardwise.simulate(2):
+        layers = torch.nn.ModuleList([Layer(), Layer()])
+        for never_called in (layers, [layers, Layer()]):
+            with pytest.raises(ArgumentError, match="a ModuleList is never called"):
+                fully_shard(never_called, mesh_of(dp=2))
+        assert fully_shard(list(layers), mesh_of(dp=2))
 
 
 def test_a_changed_parameter():

@@ -34,6 +34,8 @@ from shardwise.training.start_values import sync_values
 
 _Modules = TypeVar("_Modules", bound="nn.Module | list[nn.Module]")
 
+#: What a class without a forward has.
+_NO_FORWARD: Any = nn.Module.forward
 #: The group of each sharded parameter, by id.
 _groups: weakref.WeakValueDictionary[int, ParameterGroup] = weakref.WeakValueDictionary()
 
@@ -102,7 +104,7 @@ def fully_shard(
     ignored = {name for name, parameter in named if id(parameter) in left_out}
     try:
         place = find_place(around, axes)
-        _check_options(place, reshard_after_forward, mp_policy, prefetch)
+        _check_options(place, reshard_after_forward, mp_policy, offload_policy, prefetch)
         forbid_both([axes], tensor_axes(around), "fully_shard")
         _check_free(around, modules)
         found = _members(around, place, ignored)
@@ -134,13 +136,21 @@ def _listed(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
     modules = [module] if isinstance(module, nn.Module) else list(module)
     if not modules or not all(isinstance(each, nn.Module) for each in modules):
         raise ArgumentError(f"fully_shard takes a module or a list of modules, found {module!r}.")
+    for each in modules:
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is _NO_FORWARD:
+            raise ArgumentError(
+                f"fully_shard: a {type(each).__name__} is never called, so nothing would gather "
+                "its parameters. Call fully_shard on each module in it, or on the one around it."
+            )
     return modules
 
 
 # -- what is sharded, and along which axis ---------------------------------------------------------
 
 
-def _check_options(place: ShardAxes, reshards: Any, policy: Any, prefetch: int) -> None:
+def _check_options(
+    place: ShardAxes, reshards: Any, policy: Any, offload: Any, prefetch: int
+) -> None:
     if type(reshards) is int and (reshards < 1 or place.parts % reshards):
         raise LayoutError(
             f"fully_shard: reshard_after_forward={reshards} does not divide axis "
@@ -153,10 +163,16 @@ def _check_options(place: ShardAxes, reshards: Any, policy: Any, prefetch: int) 
         )
     if not isinstance(prefetch, int) or prefetch < 0:
         raise ArgumentError(f"fully_shard: prefetch is a number of groups, found {prefetch!r}.")
+    if policy is not None and not hasattr(policy, "cast_forward_inputs"):
+        raise ArgumentError(f"fully_shard: mp_policy is a MixedPrecisionPolicy, found {policy!r}.")
+    if offload is not None and not type(offload).__name__.endswith("OffloadPolicy"):
+        raise ArgumentError(
+            f"fully_shard: offload_policy is a CPUOffloadPolicy or None, found {offload!r}."
+        )
     for name in ("param_dtype", "reduce_dtype", "output_dtype") if policy is not None else ():
         dtype = getattr(policy, name)
-        if dtype is not None and not dtype.is_floating_point:
-            raise ArgumentError(f"fully_shard: {name} is a floating dtype, found {dtype}.")
+        if dtype is not None and not getattr(dtype, "is_floating_point", False):
+            raise ArgumentError(f"fully_shard: {name} is a floating dtype, found {dtype!r}.")
 
 
 def _reshards(asked: bool | int | None, parts: int) -> bool | int | None:
