@@ -110,7 +110,22 @@ def test_mask_of_the_whole_sequence(mesh):
     torch.testing.assert_close(model(x, attn_mask=mask).on_rank(1), expected[:, :, 4:])
 
 
+class OnlyInput(torch.nn.Module):
+    def forward(self, x):
+        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+
+def test_the_only_input_is_split(mesh):
+    x = torch.randn(1, 8, 8)
+    expected = OnlyInput()(x)
+    model = context_parallel(OnlyInput(), mesh, "")
+    torch.testing.assert_close(model(x).on_rank(1), expected[:, :, 4:])
+
+
 def test_bad_use(mesh):
+    with pytest.raises(ArgumentError, match="takes x, options; sequence_dims names none of them"):
+        context_parallel(Called(), mesh, "")
     model = programs.Model()
     with pytest.raises(ArgumentError, match="no axis 'sp', only cp"):
         context_parallel(model, mesh, "layers.*", axis="sp")

@@ -64,10 +64,11 @@ def context_parallel(
 
     The module is called with whole sequences, the same along the axis. It gets this rank's part of
     the inputs that `sequence_dims` names, `{name: dim}`: by default `input_ids`, `inputs_embeds`
-    and `position_ids` along dim 1. It also gets the positions of its part as the input `positions`,
-    if its forward takes one and none are given. What it returns is the part of this rank, and so is
-    a loss of it: gradients are those of the mean of the ranks' losses, as with `data_parallel`,
-    which also explains `src_data_rank`. Shift labels before they are split.
+    and `position_ids` along dim 1, or the only input of its forward. It also gets the positions of
+    its part as the input `positions`, if its forward takes one and none are given. What it returns
+    is the part of this rank, and so is a loss of it: gradients are those of the mean of the ranks'
+    losses, as with `data_parallel`, which also explains `src_data_rank`. Shift labels before they
+    are split.
 
     >>> import shardwise, torch
     >>> from torch.nn import functional as F
@@ -81,7 +82,7 @@ def context_parallel(
     >>> expected = model(x)
     >>> with shardwise.simulate(2):
     ...     mesh = shardwise.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    ...     model = context_parallel(model, mesh, "", sequence_dims={"x": 1})
+    ...     model = context_parallel(model, mesh, "")
     ...     mine = model(x)
     >>> torch.testing.assert_close(mine.on_rank(1), expected[:, 6:])
     """
@@ -95,9 +96,9 @@ def context_parallel(
         raise ArgumentError(f"context_parallel(method=...) is one of {_METHODS}, found {method!r}.")
     group = AxisGroup(grid_of(device_mesh), names.index(axis))
     found = _attention_modules(module, attention)
-    takes = tuple(inspect.signature(module.forward).parameters)
-    dims = {k: d for k, d in _SEQUENCES.items() if k in takes} if sequence_dims is None else {}
-    dims |= sequence_dims or {}
+    signature = inspect.signature(module.forward).parameters
+    takes = tuple(signature)
+    dims = dict(sequence_dims) if sequence_dims is not None else _sequences_in(signature)
     missing = [name for name in dims if name not in takes]
     if missing or not dims:
         raise ArgumentError(
@@ -116,6 +117,15 @@ def context_parallel(
             # With the module as an argument, so that a copy of the module calls the copy.
             attending.forward = functools.partial(_attend, attending, group, method)
     return module
+
+
+def _sequences_in(signature: Mapping[str, inspect.Parameter]) -> dict[str, int]:
+    """The inputs with one entry for each position, and the dim, where nobody names them."""
+    found = {name: dim for name, dim in _SEQUENCES.items() if name in signature}
+    if not found and len(signature) == 1:
+        ((name, only),) = signature.items()
+        found = {name: 1} if only.kind is only.POSITIONAL_OR_KEYWORD else {}
+    return found
 
 
 def declare_data_axis(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None) -> None:
