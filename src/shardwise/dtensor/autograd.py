@@ -240,8 +240,8 @@ def refuse_transformed(x: torch.Tensor, where: str) -> None:
     if is_legacy_batch(x) or is_transformed(x) or current_transform() is not None:
         raise UnsupportedError(
             f"{where}: torch.func's transforms, torch.vmap, vectorize=True and is_grads_batched "
-            "do not pass between plain and distributed tensors. Make DTensors before the transform, "
-            "or use torch.autograd.grad(..., create_graph=True), or "
+            "do not pass between plain and distributed tensors. Make DTensors before the "
+            "transform, or use torch.autograd.grad(..., create_graph=True), or "
             "torch.autograd.functional.hessian and hvp."
         )
 

@@ -37,8 +37,8 @@ def local_map(
     """`func`, which works on local tensors, as a function of DTensors.
 
     `out_placements` are the placements of the results: one list for all, or a tuple with a list
-    for each, None for one that is not a tensor. `in_placements` are the placements that each argument
-    must have, None where any will do; an argument with others raises, or is moved with
+    for each, None for one that is not a tensor. `in_placements` are the placements that each
+    argument must have, None where any will do; an argument with others raises, or is moved with
     `redistribute_inputs`. `in_grad_placements` are the placements of the gradients that `func`
     returns. Without DTensors among the arguments, `func` is called as it is. On a rank outside the
     mesh it gets zeros, and its results are dropped. Also a decorator.
