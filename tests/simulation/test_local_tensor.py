@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import LocalTensor, RankMismatchError, simulate
 
@@ -143,6 +144,16 @@ def test_losses_of_uneven_batches(loss):
     for rank in range(4):
         torch.testing.assert_close(found.on_rank(rank), alone[rank])
     torch.testing.assert_close(sum(held.grad.on_rank(rank) for rank in range(4)), expected)
+
+
+def test_uneven_batches_are_computed_again():
+    """Activation checkpoints compare sizes with those of the first time."""
+    layer = torch.nn.Linear(3, 2)
+    x = LocalTensor.per_rank(lambda rank: torch.ones(rank, 3)).requires_grad_()
+    checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=False).sum().backward()
+    again = LocalTensor.per_rank(lambda rank: torch.ones(rank, 3)).requires_grad_()
+    layer(again).tanh().sum().backward()
+    assert per_rank(x.grad) == per_rank(again.grad)
 
 
 def test_a_norm_that_refuses_a_batch_of_one_does_not_decide_for_all_ranks():

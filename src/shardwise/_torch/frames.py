@@ -127,7 +127,7 @@ _COMPILER = _places(
     "fx",
     "utils/_python_dispatch.py",
 )
-_FORMULAS = _places("_decomp", "_refs", "nn/functional.py")
+_FORMULAS = _places("_decomp", "_refs", "nn/functional.py", "utils/checkpoint.py")
 #: Of these, functions that refuse a batch of one: each rank would decide by its own size.
 _DECIDE = frozenset({"batch_norm", "group_norm", "instance_norm"})
 #: Files used by the compiler and by programs, and the compiler's function in each.
