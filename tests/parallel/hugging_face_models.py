@@ -134,23 +134,35 @@ def qwen3_moe():
     return _with_experts(config, transformers.Qwen3MoeForCausalLM, **NORMS_OF_HEADS)
 
 
+#: The first layer is dense; the others have experts of their own and one that all share.
+LATENT = SMALL | {
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 12,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
+
+def deepseek_v2():
+    """The plan splits latent attention too: all heads share the rotary part of the keys."""
+    config = transformers.DeepseekV2Config(**LATENT, topk_method="group_limited_greedy")
+    shared = {"model.layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj"}
+    model, plan = _with_experts(config, transformers.DeepseekV2ForCausalLM, **shared)
+    plan.pop("model.layers.*.self_attn.q_proj")  # what takes its place is in the plan too
+    return model, plan
+
+
 def deepseek_v3():
-    """The first layer is dense; the others have experts of their own and one that all share."""
-    config = transformers.DeepseekV3Config(
-        **SMALL | {"num_key_value_heads": 8},
-        num_hidden_layers=2,
-        first_k_dense_replace=1,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        moe_intermediate_size=12,
-        kv_lora_rank=8,
-        q_lora_rank=12,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-    )
+    config = transformers.DeepseekV3Config(**LATENT)
     return _with_experts(config, transformers.DeepseekV3ForCausalLM)
 
 

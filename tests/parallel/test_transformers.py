@@ -139,6 +139,26 @@ def test_heads_that_do_not_divide(num_ranks):
     assert not any(isinstance(p, DTensor) for p in model.parameters())
 
 
+def test_latent_attention():
+    """The config's plan as it is; beside split layers it leaves parameters plain."""
+    torch.manual_seed(0)
+    model, plan = models.deepseek_v2()
+    alone = copy.deepcopy(model)
+    ids, target = torch.randint(1, 61, (2, 2, 10))
+    F.cross_entropy(alone(input_ids=ids).logits.flatten(0, 1), target.flatten()).backward()
+    with shardwise.simulate(4):
+        mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh, plan, strict=True)
+        mine = [shardwise.LocalTensor.per_rank(lambda r, x=x: x[[r // 2]]) for x in (ids, target)]
+        logits = model(input_ids=mine[0]).logits
+        F.cross_entropy(logits.flatten(0, 1), mine[1].flatten()).backward()
+        for (name, one), many in zip(alone.named_parameters(), model.parameters(), strict=True):
+            grad = many.grad
+            grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            grad = grad.agreed() if isinstance(grad, shardwise.LocalTensor) else grad
+            torch.testing.assert_close(grad, one.grad, msg=lambda text, name=name: name + text)
+
+
 @pytest.mark.parametrize("make", MIXTURES, ids=lambda make: make.__name__)
 def test_experts_exchange_tokens(make):
     """Each rank has its own sequences and some of the experts."""

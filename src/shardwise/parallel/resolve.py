@@ -13,7 +13,7 @@ from shardwise.core.placements import Placement, Shard
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.parallel.style import ParallelStyle
 from shardwise.parallel.style_registry import style_of, with_experts_joined
-from shardwise.parallel.styles import ColwiseParallel, SharedHeads
+from shardwise.parallel.styles import ColwiseParallel, SharedHeads, SharedKeyParallel
 from shardwise.plans.paths import matching_modules, no_match
 
 
@@ -115,10 +115,13 @@ def _no_match(
 
 #: What modules call the width of a head.
 _HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+#: What latent attention calls the part of a key that all its heads share. There a head has another
+#: width in each layer.
+_SHARED_WIDTH = "qk_rope_head_dim"
 
 
 def fit_heads(root: nn.Module, targets: Iterable[Target], num_ranks: int) -> list[Target]:
-    """The targets, with `SharedHeads` where layers have fewer heads than ranks.
+    """The targets, with `SharedHeads` where layers have fewer heads than ranks, and with widths.
 
     The layers of an attention module that pass heads on as plain tensors must be split between
     heads. Raises where they cannot be.
@@ -127,6 +130,7 @@ def fit_heads(root: nn.Module, targets: Iterable[Target], num_ranks: int) -> lis
     heads: dict[str, dict[int, int]] = {}
     for number, target in enumerate(found):
         parent, _, name = target.path.rpartition(".")
+        _find_width(root.get_submodule(parent), target)
         count = _num_heads(root.get_submodule(parent), target) if name else None
         if count is not None:
             heads.setdefault(parent, {})[number] = count
@@ -161,11 +165,26 @@ def _num_heads(parent: nn.Module, target: Target) -> int | None:
         return None
     if not style.use_local_output or style.output_layouts not in (None, Shard(-1)):
         return None
+    num_heads = getattr(parent, "num_heads", None)
+    if hasattr(parent, _SHARED_WIDTH) and type(num_heads) is int:
+        return num_heads if module.out_features % num_heads == 0 else None
     widths = [getattr(parent, name, None) for name in _HEAD_WIDTHS]
     width = next((w for w in widths if type(w) is int and w > 0), None)
     if width is None or module.out_features % width:
         return None
     return module.out_features // width
+
+
+def _find_width(parent: nn.Module, target: Target) -> None:
+    style = target.style
+    if isinstance(style, SharedKeyParallel) and style.width is None:
+        style.width = getattr(parent, _SHARED_WIDTH, None)
+        if style.width is None:
+            raise ArgumentError(
+                f"{style.where}: how many of its last columns all heads share is not known, since "
+                f"the module around it has no {_SHARED_WIDTH!r}. Give it in the plan: "
+                '{"style": "SharedKeyParallel", "width": 64}.'
+            )
 
 
 def problems(targets: list[Target]) -> list[ShardwiseError]:

@@ -28,6 +28,7 @@ from shardwise.parallel.styles import (
     ReplicateParallel,
     RowwiseParallel,
     SequenceParallel,
+    SharedKeyParallel,
 )
 from shardwise.plans.files import Entry
 from shardwise.plans.paths import did_you_mean
@@ -64,8 +65,6 @@ WITHOUT_COUNTERPART = {
     "local_packed_rowwise": f"It splits the halves of a packed parameter one by one. {_INSTEAD}",
     "local_params": "It lets a module use the shards of its own parameters. Leave it out, and the "
     "parameter too, where every rank may use all of it.",
-    "mla_kv_a_proj": "It splits a part of a layer's output. Leave the layer out of the plan: every "
-    "rank then computes it whole.",
     "all_reduce": "It adds up what ranks computed by themselves. Write a ParallelStyle of your "
     'own, or use "rowwise" for the layer that ends the parallel part.',
 }
@@ -116,6 +115,7 @@ WORDS: dict[str, Callable[[], ParallelStyle]] = {
         sequence_dim=-2, use_local_output=True
     ),
     "replicate": ReplicateParallel,
+    "mla_kv_a_proj": SharedKeyParallel,
     "experts": ExpertParallel,
 }
 
@@ -126,6 +126,7 @@ STYLES: dict[str, type[ParallelStyle]] = {
         RowwiseParallel,
         SequenceParallel,
         ReplicateParallel,
+        SharedKeyParallel,
         ExpertParallel,
         PrepareModuleInput,
         PrepareModuleOutput,

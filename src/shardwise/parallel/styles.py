@@ -263,3 +263,44 @@ class ReplicateParallel(_WholeParameters):
 
     def __init__(self, *, use_local_output: bool = True) -> None:
         self.use_local_output = use_local_output
+
+
+class SharedKeyParallel(_WholeParameters):
+    """Whole parameters, whole activations, of which each rank's heads use the last columns.
+
+    For the layer of multi-head latent attention that computes compressed keys and values, and
+    beside them the rotary part of the keys, which is the same for all heads. What is compressed
+    goes on to a colwise layer, which adds the ranks' gradients; those of the last `width` columns
+    are added here. By default `width` is `qk_rope_head_dim` of the module around the layer.
+
+    >>> import shardwise, torch
+    >>> from shardwise.parallel import parallelize_module
+    >>> with shardwise.simulate(2):
+    ...     mesh = shardwise.init_device_mesh("cpu", (2,))
+    ...     plan = {"style": "SharedKeyParallel", "width": 2}
+    ...     layer = parallelize_module(torch.nn.Linear(4, 6), mesh, {"": plan})
+    ...     layer(torch.ones(1, 4)).sum().backward()
+    ...     layer.bias.grad.full_tensor().agreed()
+    tensor([1., 1., 1., 1., 2., 2.])
+    """
+
+    activations = REPLICATE
+    use_local_output = True
+
+    def __init__(self, *, width: int | None = None) -> None:
+        self.width = width
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        boundary = self.boundary(device_mesh)
+        self.place_parameters(module, boundary)
+        prepend_input_hook(module, first_input(boundary, REPLICATE, REPLICATE))
+        append_output_hook(module, functools.partial(_share_columns, boundary, self.width or 0))
+        return module
+
+
+def _share_columns(boundary: ModuleBoundary, width: int, output: DTensor) -> torch.Tensor:
+    """The output as a plain tensor, with the gradients of its last columns added up."""
+    grads = list(output.placements)
+    grads[boundary.axis] = Partial()
+    own, shared = output.split([output.shape[-1] - width, width], -1)
+    return torch.cat([boundary.to_local(own), boundary.to_local(shared, grads)], -1)
