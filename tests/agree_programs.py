@@ -17,7 +17,7 @@ MISTAKES = {
     "dropped call": "aten.relu.default(Layout((8, 8), torch.float32, [S(0)]",
     "other dtype": "dtype=torch.float64)",
     "other placement": "[S(1)] on mesh",
-    "swapped order": "redistribute(Layout((8, 8), torch.float32, [S(0)] on mesh (tp=4)) (tensor 2",
+    "swapped order": "redistribute(Layout((8, 8), torch.float32, [S(0)] on mesh (tp=4)) (",
     "other seed": "The random generators are in different states",
     "other plan": "[S(1)] on mesh",
     "extra step": "nothing more before the end of agree() after 3 steps",

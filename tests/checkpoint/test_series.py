@@ -68,7 +68,7 @@ def test_with_one_to_keep_the_loaded_one_stays_until_the_second_save(run, tmp_pa
     assert 20 not in series.steps() or asynchronous  # a save in the background trims at its start
 
 
-@pytest.mark.parametrize("step", [-1, -5, 1.5, "3", None])
+@pytest.mark.parametrize("step", [-1, -5, 1.5, "3", None, True])
 def test_steps_that_are_none(tmp_path, step):
     series = Checkpoints(tmp_path)
     for save in (series.save, series.save_async):

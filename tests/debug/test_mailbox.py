@@ -15,19 +15,18 @@ def test_a_message_is_read_by_its_number():
     mine = make_mailbox()
     other = open_mailbox(mine.address)
     assert mine.get(1) is None
-    assert other.put(1, b"one")
-    assert other.put(2, b"")
-    assert (mine.get(1), mine.get(2), mine.get(3)) == (b"one", b"", None)
-    assert other.put(65, b"in the slot of 1")
-    assert (mine.get(1), mine.get(65)) == (None, b"in the slot of 1")
-    assert not other.put(3, b"too long" * 100)
-    assert mine.get(3) is None
+    other.put(1, 5, True)
+    other.put(2, -(1 << 63), False)
+    assert (mine.get(1), mine.get(2), mine.get(3)) == ((5, 1), (-(1 << 63), 0), None)
+    other.put(65, 7, True)  # in the slot of 1
+    assert (mine.get(1), mine.get(65)) == (None, (7, 1))
 
 
 def test_a_message_that_is_half_written_is_not_there_yet():
     mine = make_mailbox()
-    mine.put(1, b"whole")
-    mine._memory[256 + 14] ^= 1  # the first byte of its text
+    mine.put(1, 5, True)
+    assert mine.get(1) is not None
+    mine._memory[32 + 8] ^= 1  # the first byte of its digest
     assert mine.get(1) is None
 
 
@@ -35,10 +34,10 @@ def test_another_process_writes():
     mine = make_mailbox()
     program = f"""
 from shardwise.debug.mailbox import open_mailbox
-open_mailbox({mine.address!r}).put(7, b"from elsewhere")
+open_mailbox({mine.address!r}).put(7, 1234, True)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
-    assert mine.get(7) == b"from elsewhere"
+    assert mine.get(7) == (1234, 1)
 
 
 def test_what_cannot_be_shared_is_not_opened(tmp_path):

@@ -51,7 +51,7 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         try:
-            number = operator.index(step)
+            number = -1 if isinstance(step, bool) else operator.index(step)
         except TypeError:
             number = -1
         if number < 0:

@@ -43,22 +43,23 @@ class DigestComparison:
         self._num_rounds = (num_ranks - 1).bit_length()
         #: The rounds so far, in all comparisons.
         self._number = 0
-        self._digest, self._same = b"", True
+        self._digest, self._same = 0, True
         #: Where others write to this rank, and this rank to others; None: not by shared memory.
         self._mailbox = make_mailbox()
         self._others: dict[int, Mailbox | None] = {}
         address = self._mailbox.address if self._mailbox is not None else ""
         self._store.set(f"{self._topic}/{rank}/address", address)
 
-    def begin(self, digest: bytes) -> None:
+    def begin(self, digest: int) -> None:
         """Send the digest; `advance` reads what the others sent."""
         self._digest, self._same = digest, True
         self._send()
 
     def advance(self) -> bool | None:
         """Read the message of this round: the verdict, or None where another round has begun."""
-        same, digest = self._read()
-        self._same &= same and digest == self._digest
+        found = self._mailbox.get(self._number + 1) if self._mailbox is not None else None
+        digest, same = self._wait() if found is None else found
+        self._same &= bool(same) and digest == self._digest
         self._number += 1
         if self._number % self._num_rounds == 0:
             return self._same
@@ -74,10 +75,12 @@ class DigestComparison:
 
     def _send(self) -> None:
         to = (self._rank + (1 << self._number % self._num_rounds)) % self._num_ranks
-        text = bytes([self._same]) + self._digest
         mailbox = self._others[to] if to in self._others else self._mailbox_of(to)
-        if mailbox is None or not mailbox.put(self._number + 1, text):
-            self._store.set(self._slot(to), self._number.to_bytes(8, "little") + text)
+        if mailbox is not None:
+            mailbox.put(self._number + 1, self._digest, self._same)
+        else:
+            text = f"{self._number} {self._digest} {self._same:d}"
+            self._store.set(self._slot(to), text)
 
     def _mailbox_of(self, rank: int) -> Mailbox | None:
         address = f"{self._topic}/{rank}/address"
@@ -86,29 +89,19 @@ class DigestComparison:
         found = self._others[rank] = open_mailbox(self._store.get(address).decode())
         return found
 
-    def _read(self) -> tuple[bool, bytes]:
-        found = self._arrived()
-        if found is None:
-            found = self._wait()
-        return bool(found[0]), found[1:]
-
-    def _arrived(self) -> bytes | None:
-        """The message of this round, from the mailbox."""
-        return self._mailbox.get(self._number + 1) if self._mailbox is not None else None
-
-    def _wait(self) -> bytes:
+    def _wait(self) -> tuple[int, int]:
         """The message of this round, from wherever it comes first."""
         slot, until_s = self._slot(self._rank), time.monotonic() + self._wait_s
         while True:
             # Reads in one round trip, also where nothing was written yet.
-            stored = self._store.compare_set(slot, _NOTHING, _NOTHING)
-            if stored[:8] == self._number.to_bytes(8, "little"):
-                return stored[8:]
-            found = self._arrived()
+            number, *stored = self._store.compare_set(slot, _NOTHING, _NOTHING).split()
+            if number == b"%d" % self._number:
+                return int(stored[0]), int(stored[1])
+            found = self._mailbox.get(self._number + 1) if self._mailbox is not None else None
             if found is not None:
                 return found
             if self._store.check([f"{self._topic}/alarm"]):
-                return bytes([False])
+                return 0, False
             if time.monotonic() > until_s:
                 raise RuntimeError(f"Timed out waiting {self._wait_s:g} s for another rank.")
             time.sleep(_EVERY_S)

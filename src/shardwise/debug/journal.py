@@ -6,7 +6,9 @@ collective and optimizer step. A record names the op, its arguments (layouts, nu
 tensors they are) and has a code, a hash of that text, which is the same in every process.
 Collectives that follow from a recorded call's layouts have no record, unless each is compared; nor
 has `detach`, whose result is the same tensor. Equal records are one object, made at the first such
-call with the line of the program that led to it, so a call costs one lookup.
+call with the line of the program that led to it. A call is first compared with the one that was at
+its place in the journal before, as steps are alike: that costs less than a lookup, most of which is
+waiting for memory.
 
 Ranks compare a digest of all codes so far (Note [Rounds]); where digests differ they exchange the
 codes since the last verdict, and the first that differs is the mistake. They do so also when a
@@ -14,9 +16,9 @@ collective fails or an error ends the mode, since ranks out of step reach no oth
 
 Note [Which tensor]
 Two calls of one op on tensors of one layout may be in another order on one rank, which gives wrong
-numbers and no error. So a tensor has a number: that of the call that made it, or a name of its own
-if it is older. A record counts calls back to those of this step, so that the next step finds the
-same records, and has the number itself for older tensors, such as parameters.
+numbers and no error. So tensors are numbered: as calls make them, or where a call first uses them.
+A record counts back to them, so that the next step finds the same records. A tensor that is older
+than a step, such as a parameter, gets a number of its own, below 0.
 
 The mode replaces functions while it is on; when it is off, nothing looks whether it is.
 """
@@ -24,12 +26,9 @@ The mode replaces functions while it is on; when it is off, nothing looks whethe
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import struct
 import zlib
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -49,8 +48,7 @@ from shardwise.debug.first_difference import (
     exchange_accounts,
     first_difference,
 )
-from shardwise.debug.recorded_call import recorded_call
-from shardwise.debug.records import NAMES, PLAIN, Noted, call_text, code_of, listed
+from shardwise.debug.records import NOTHING, PLAIN, Noted, call_text, code_of, listed
 from shardwise.dispatch.wrapped import Wrapped
 from shardwise.dtensor import autograd
 from shardwise.dtensor.tensor import DTensor
@@ -69,6 +67,8 @@ _STARTS = (
 )
 #: Records that are known by their key; dropped when full.
 _MAX_RECORDS = 8192
+#: How far back a record counts at most.
+_MAX_BACK = 4096
 _WORDS = {"step": 1, "collective": 0}
 _active: list[agree] = []
 #: Equal on all ranks, which enter the mode together.
@@ -98,9 +98,9 @@ class agree:
     (3, 2)
     """
 
-    #: Numbers of tensors, never used again. They are small, as those are compared fastest.
+    #: The next numbers, of tensors and of older ones; none is used again.
     _next_number = 1
-    _next_name = -NAMES
+    _next_older = -1
 
     def __init__(self, every: int | str = "step", *, rng: bool = True) -> None:
         #: The number of steps between comparisons; 0: before every collective.
@@ -110,7 +110,6 @@ class agree:
                 f"agree(every=...) is 'step', 'collective' or a number of steps, found {every!r}."
             )
         self._rng = rng
-        self._known: dict[Any, Noted] = {}
 
     # -- entering and leaving ----------------------------------------------------------------
 
@@ -118,12 +117,15 @@ class agree:
         if _active:
             raise ShardwiseError("agree() is active already, and compares everything as it is.")
         self._world: World = current_world()
-        #: The records since the last comparison, and those that are being compared.
+        self._known: dict[Any, Noted] = {}
+        #: The records since the last comparison; what is left of those before; and those that are
+        #: being compared.
         self._journal: list[Noted] = []
+        self._expected: Iterator[Noted] = iter(())
         self._sent: _Sent | None = None
-        #: Per optimizer: its parameters and options at its last step, and the record of that.
-        self._stepping: dict[int, tuple[list[Any], list[Any], Noted]] = {}
-        self._digest = b""
+        #: The last steps, by optimizer.
+        self._stepping: dict[int, _Stepping] = {}
+        self._digest = 0
         #: Whether collectives of a recorded call need no record, as the call's layouts imply them;
         #: and whether such a call runs now.
         self._implied, self._within = self._every > 0, False
@@ -133,12 +135,12 @@ class agree:
         self._last: Noted | None = None
         self._num_compared = 0
         self.num_steps = self.num_comparisons = 0
-        #: The first number of this session, and that of the first tensor that no call made.
-        self._base, self._named_from = agree._next_number, agree._next_name
+        #: The first numbers of this session.
+        self._base, self._first_older = agree._next_number, agree._next_older
         self._topic = f"journal/{next(_sessions)}"
         self._verdict = self._make_verdict()
-        #: The numbers of the next call, and of the first of this step.
-        self._number = self._begin = self._base
+        #: The number of the next tensor, and of the first of this step and of the one before.
+        self._number = self._begin = self._before = self._base
         self._swap_in()
         _active.append(self)
         return self
@@ -175,9 +177,8 @@ class agree:
     def _swap_in(self) -> None:
         self._dispatch = DTensor.__dict__["__torch_dispatch__"]
         self._move, self._starts = autograd.move, {n: getattr(collectives, n) for n in _STARTS}
-        others = self._recording(DTensor.__torch_dispatch__)
         DTensor.__torch_dispatch__ = classmethod(  # type: ignore[method-assign, assignment]
-            recorded_call(self, others)
+            self._recording(self._dispatch.__func__)
         )
         autograd.move = self._recording_move(self._move)
         for name, start in self._starts.items():
@@ -205,8 +206,9 @@ class agree:
     # -- recording ---------------------------------------------------------------------------
 
     def _recording(self, dispatch: Callable[..., Any]) -> Callable[..., Any]:
-        """`dispatch`, recorded: for calls that `recorded_call` leaves to it."""
+        """`dispatch`, recorded."""
         detach = torch.ops.aten.detach.default
+        described, plain = self._described, PLAIN
 
         @untraced
         def record_and_run(
@@ -217,98 +219,134 @@ class agree:
             kwargs: dict[str, Any] | None = None,
             preferred: Any = None,
         ) -> Any:
-            if func is detach:
-                self._which(args[0])
-                out = dispatch(func, types, args, kwargs, preferred)
+            if func is detach:  # autograd calls it for every gradient
+                out = dispatch(cls, func, types, args, kwargs, preferred)
+                if self._first_older < getattr(args[0], "_born", 0) < self._before:
+                    self._number_new(args[:1])
+                    self._number_older(args[:1])
                 out._born = args[0]._born
                 return out
-            self._journal.append(self._record(func, args, kwargs))
-            number, self._number = self._number, self._number + 1
+            # As in `_key`, which takes twice as long.
+            number = self._number
+            key: list[Any] = [func]
+            try:
+                for arg in args:
+                    kind = type(arg)
+                    if kind is DTensor:
+                        key.append(arg._layout)
+                        born = arg._born
+                        key.append(number - born if born > 0 else born)
+                    elif kind in plain:
+                        key.append(arg)
+                    elif kind is list:
+                        for each in arg:
+                            if type(each) not in plain:
+                                key.append(described(arg))
+                                break
+                        else:
+                            key.append(tuple(arg))
+                    else:
+                        key.append(described(arg))
+                if kwargs:
+                    for name, value in kwargs.items():
+                        key.append((name, described(value)))
+            except AttributeError:  # a tensor without a number
+                key.clear()
+            record = next(self._expected, NOTHING)
+            if record.key != key:
+                record = self._record(func, args, kwargs)
+            self._journal.append(record)
+            number = self._number
+            self._number = number + 1
             self._within = self._implied
             try:
-                out = dispatch(func, types, args, kwargs, preferred)
+                out = dispatch(cls, func, types, args, kwargs, preferred)
             finally:
                 self._within = False
-            return self._born_now(out, args, number)
+            if type(out) is DTensor:
+                if not args or out is not args[0]:
+                    out._born = number
+            elif type(out) is tuple or type(out) is list:
+                for each in out:
+                    if type(each) is DTensor:
+                        each._born = self._number
+                        self._number += 1
+            return out
 
         return record_and_run
 
-    def _record(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, short: Any = None
-    ) -> Noted:
-        """The record of a call; `short` is another key, under which it is found from now on."""
-        key: list[Any] = [id(func)]
+    def _record(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Noted:
+        """The record of a call that is not the expected one."""
+        given = [*args, *(kwargs or {}).values()]
+        self._number_new(given)
+        key = self._key(func, args, kwargs)
+        if tuple(key) not in self._known and self._number_older(given):
+            key = self._key(func, args, kwargs)
+        return self._known.get(tuple(key)) or self._new(key, lambda: call_text(func, key))
+
+    def _key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[Any]:
+        key: list[Any] = [func]
         for arg in args:
-            if type(arg) is DTensor:
-                key += [arg._layout, self._which(arg)]
-            else:
-                key.append(self._described(arg))
-        if kwargs:
-            key += [(name, self._described(value)) for name, value in kwargs.items()]
-        record = self._known.get(tuple(key)) or self._new(key, lambda: call_text(func, key))
-        return record if short is None else self._keep(short, record)
-
-    def _born_now(self, out: Any, args: Sequence[Any], number: int) -> Any:
-        """`out`, the result of call `number`, whose tensors know that."""
-        if type(out) is DTensor:
-            if not args or out is not args[0]:
-                out._born = number
-        elif type(out) is tuple or type(out) is list:
-            number = self._number
-            for each in out:
-                if type(each) is DTensor:
-                    each._born = number
-                    number += 1
-            self._number = number
-        return out
-
-    def _which(self, tensor: Any) -> int:
-        """See Note [Which tensor]: positive for one of this step."""
-        born = getattr(tensor, "_born", 0)
-        if born >= self._begin:
-            return self._number - born
-        if born >= self._base:
-            return self._base - born
-        if born > self._named_from:  # of another session, or of none
-            born = tensor._born = agree._next_name
-            agree._next_name -= 1
-        return born - self._named_from - NAMES
+            key += self._described(arg) if isinstance(arg, Wrapped) else (self._described(arg),)
+        return key + [(name, self._described(value)) for name, value in (kwargs or {}).items()]
 
     def _described(self, value: Any) -> Any:
         """An argument as a part of a key: hashable, and without values of tensors."""
+        kind = type(value)
+        if kind in PLAIN:
+            return value
+        if isinstance(value, (list, tuple)):
+            return tuple([self._described(each) for each in value])
         if isinstance(value, Wrapped):
-            return value._layout, self._which(value)
+            born = value._born
+            return value._layout, self._number - born if born > 0 else born
         if isinstance(value, torch.Tensor):
             shape = tuple(one_part(value).shape)
             return f"{value.dtype} of shape {list(shape)}"
-        if isinstance(value, (list, tuple)):
-            return tuple([self._described(each) for each in value])
-        if isinstance(value, PLAIN):
-            return value
-        return type(value).__name__
+        return kind.__name__
 
-    def _new(self, key: Sequence[Any], describe: Callable[[], str]) -> Noted:
-        text = describe()
-        return self._keep(tuple(key), Noted(code_of(text), text, line_outside()))
+    def _number_new(self, values: Sequence[Any]) -> None:
+        """Number the tensors that have no number yet."""
+        for tensor in _tensors(values):
+            if not hasattr(tensor, "_born"):
+                tensor._born = self._number
+                self._number += 1
 
-    def _keep(self, key: tuple[Any, ...], record: Noted) -> Noted:
+    def _number_older(self, values: Sequence[Any], first: int | None = None) -> bool:
+        """Number tensors before `first` anew, below 0; whether there are any."""
+        if first is None:  # of older steps, and of other sessions
+            first = max(self._before, self._number - _MAX_BACK)
+        older = [x for x in _tensors(values) if self._first_older < x._born < first]
+        for tensor in older:
+            tensor._born = agree._next_older
+            agree._next_older -= 1
+        return bool(older)
+
+    def _new(self, key: list[Any], describe: Callable[[], str]) -> Noted:
         if len(self._known) >= _MAX_RECORDS:
             self._known.clear()
-        self._known[key] = record
+        text = describe()
+        record = self._known[tuple(key)] = Noted(key, code_of(text), text, line_outside())
         return record
+
+    def _add(self, key: list[Any], describe: Callable[[], str]) -> None:
+        """Record what is not a call of an op."""
+        record = next(self._expected, NOTHING)
+        if record.key != key:
+            record = self._known.get(tuple(key)) or self._new(key, describe)
+        self._journal.append(record)
 
     def _note(self, text: str) -> None:
         """Record something that is not an op: `text` is the same on ranks that do the same."""
-        self._journal.append(self._known.get((text,)) or self._new((text,), lambda: text))
+        self._add([text], lambda: text)
 
     def _recording_move(self, move: Callable[..., Any]) -> Callable[..., Any]:
         @untraced
         def record_and_move(x: Any, target: Any, **options: Any) -> Any:
-            key = ("redistribute", x._layout, self._which(x), target)
-            record = self._known.get(key)
-            if record is None:
-                record = self._new(key, lambda: f"redistribute({listed(key[1:3])}) to {target}")
-            self._journal.append(record)
+            self._number_new((x,))
+            self._number_older((x,))
+            key = ["redistribute", *self._described(x), target]
+            self._add(key, lambda: f"redistribute({listed(key[1:3])}) to {target}")
             number, self._number = self._number, self._number + 1
             self._within = self._implied
             try:
@@ -323,20 +361,18 @@ class agree:
     def _recording_start(self, kind: str, start: Callable[..., Any]) -> Callable[..., Any]:
         # What ranks send each other in an exchange may differ in length.
         lengths_differ = kind == "all_to_all_single"
-        known = self._known
 
         def record_and_start(x: torch.Tensor, *rest: Any, **out: Any) -> torch.Tensor:
             if self._within:
                 return start(x, *rest, **out)
             part, cause = (x if type(x) is torch.Tensor else one_part(x)), watch.cause
             why = None if cause is None else cause.op
+            key: list[Any]
             if lengths_differ:
-                key = (kind, part.dtype, part.shape[1:], rest[-1:], why)
+                key = [kind, part.dtype, part.shape[1:], rest[-1:], why]
             else:
-                key = (kind, part.dtype, part.shape, rest, why)
-            self._journal.append(
-                known.get(key) or self._new(key, lambda: self._collective_text(*key))
-            )
+                key = [kind, part.dtype, part.shape, rest, why]
+            self._add(key, lambda: self._collective_text(*key))
             if not self._every:
                 self._compare("a collective", wait=True)
             return start(x, *rest, **out)
@@ -355,29 +391,38 @@ class agree:
     def _stepped(self, optimizer: Any) -> None:
         """Called before each step of an optimizer."""
         groups = optimizer.param_groups
-        parameters = [p for group in groups for p in group["params"]]
-        options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        before = self._stepping.get(id(optimizer))
-        # As before for most steps, where looking at each parameter would take a while.
-        if before is None or before[1] != options or not _are_same(before[0], parameters):
-            before = self._stepping[id(optimizer)] = (
-                parameters,
-                options,
-                self._step_record(optimizer, options),
-            )
-        self._journal.append(before[2])
+        parameters = [group["params"] for group in groups]
+        options = [tuple(group.values()) for group in groups]
+        # Both are as before in most steps, and all parameters take a while to describe.
+        given: list[list[Any]]
+        before: list[Any]
+        given, before, records = self._stepping.get(id(optimizer), _NO_STEP)
+        if len(given) != len(groups) or not all(map(_are_same, given, parameters)):
+            given, before = [[*each] for each in parameters], []
+            records = (self._parameters_record(optimizer, given), NOTHING)
+        if before != options:
+            records = (records[0], self._options_record(groups))
+            self._stepping[id(optimizer)] = _Stepping(given, options, records)
+        for record in records:
+            next(self._expected, None)
+            self._journal.append(record)
         self._count_step()
 
-    def _step_record(self, optimizer: Any, options: Sequence[dict[str, Any]]) -> Noted:
-        groups = [
-            (
-                tuple([self._described(p) for p in group["params"]]),
-                tuple([(name, self._described(value)) for name, value in given.items()]),
+    def _parameters_record(self, optimizer: Any, parameters: Sequence[Any]) -> Noted:
+        self._number_new(parameters)
+        self._number_older(parameters, first=self._number)
+        key = ["step", type(optimizer).__name__, self._described(parameters)]
+        text = f"step of {key[1]}: {listed(key[2])}"
+        return self._known.get(tuple(key)) or self._new(key, lambda: text)
+
+    def _options_record(self, groups: Sequence[dict[str, Any]]) -> Noted:
+        key = [
+            tuple(
+                (name, self._described(value)) for name, value in group.items() if name != "params"
             )
-            for group, given in zip(optimizer.param_groups, options, strict=True)
+            for group in groups
         ]
-        key = ("step", type(optimizer).__name__, tuple(groups))
-        return self._known.get(key) or self._new(key, lambda: f"step of {key[1]}: {listed(groups)}")
+        return self._known.get(tuple(key)) or self._new(key, lambda: f"options {listed(key)}")
 
     def step(self) -> None:
         """Count a step. Optimizers of torch do so; call it in a program without one."""
@@ -386,7 +431,7 @@ class agree:
 
     def _count_step(self) -> None:
         self.num_steps += 1
-        self._begin = self._number
+        self._before, self._begin = self._begin, self._number
         if self._every and self.num_steps % self._every == 0:
             self._compare(f"step {self.num_steps}", wait=False)
 
@@ -399,17 +444,18 @@ class agree:
         if self._sent is not None:
             return
         journal, self._journal = self._journal, []
+        self._expected = iter(journal)
         self._num_compared += len(journal)
         self.num_comparisons += 1
-        codes = array("q", [record.code for record in journal])
-        self._digest = hashlib.blake2b(self._digest + codes.tobytes(), digest_size=8).digest()
+        # Python hashes numbers alike in all processes, and in less time than hashlib needs.
+        self._digest = hash((self._digest, *[record.code for record in journal]))
         if self._verdict is None:
             self._last = journal[-1] if journal else self._last
             return
         state = self._generators()
         self._sent = _Sent(journal, at, self.num_comparisons, state)
-        told = struct.pack("<8s2q", self._digest, self._num_compared, state)
-        self._verdict.begin(told + at.encode())
+        place = (self._num_compared, self.num_steps, wait, self._end is None)
+        self._verdict.begin(hash((self._digest, state, *place)))
         while wait and not self._read():
             pass
 
@@ -476,5 +522,24 @@ class _Sent(NamedTuple):
     generators: int
 
 
+class _Stepping(NamedTuple):
+    """A step of an optimizer: by group its parameters and options, and the records of both."""
+
+    parameters: list[list[Any]]
+    options: list[Any]
+    records: tuple[Noted, Noted]
+
+
+_NO_STEP = _Stepping([], [], (NOTHING, NOTHING))
+
+
 def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other))
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, Wrapped):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

@@ -11,13 +11,12 @@ import mmap
 import os
 import stat
 import struct
-import zlib
 from pathlib import Path
 
-_SLOTS, _SLOT_BYTES = 64, 256
-_NUM_BYTES = _SLOTS * _SLOT_BYTES
-#: The number of a message, the checksum of its text, and its length.
-_HEAD = struct.Struct("<QIH")
+#: The number of a message, what it says, and a checksum of both.
+_MESSAGE = struct.Struct("=4q")
+_SLOTS = 64
+_NUM_BYTES = _SLOTS * _MESSAGE.size
 
 
 class Mailbox:
@@ -28,24 +27,18 @@ class Mailbox:
         #: What another process needs to write here.
         self.address = address
 
-    def put(self, number: int, text: bytes) -> bool:
-        """Write a message; whether it is short enough."""
-        if len(text) > _SLOT_BYTES - _HEAD.size:
-            return False
-        message = _HEAD.pack(number, zlib.crc32(text), len(text)) + text
-        begin = number % _SLOTS * _SLOT_BYTES
-        self._memory[begin : begin + len(message)] = message
-        return True
+    def put(self, number: int, digest: int, same: int) -> None:
+        """Write message `number`."""
+        at = number % _SLOTS * _MESSAGE.size
+        checksum = hash((number, digest, same))
+        _MESSAGE.pack_into(self._memory, at, number, digest, same, checksum)
 
-    def get(self, number: int) -> bytes | None:
+    def get(self, number: int) -> tuple[int, int] | None:
         """The message, or None while it is not there, or not all of it."""
-        begin = number % _SLOTS * _SLOT_BYTES
-        found, checksum, length = _HEAD.unpack_from(self._memory, begin)
-        if found != number:
-            return None
-        begin += _HEAD.size
-        text = self._memory[begin : begin + length]
-        return text if zlib.crc32(text) == checksum else None
+        at = number % _SLOTS * _MESSAGE.size
+        *found, checksum = _MESSAGE.unpack_from(self._memory, at)
+        whole = found[0] == number and hash(tuple(found)) == checksum
+        return (found[1], found[2]) if whole else None
 
 
 def make_mailbox() -> Mailbox | None:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from shardwise.core.layout import Layout
 
-#: Tensors that no call made have numbers from here on down.
-NAMES = 1 << 29
 
+class Noted:
+    """One call: its key, its code, what it is, and the line of the program that first made it."""
 
-class Noted(NamedTuple):
-    """One call: its code, what it is, and the line of the program where it was first made."""
+    __slots__ = ("code", "key", "line", "text")
 
-    code: int
-    text: str
-    line: str | None
+    def __init__(self, key: list[Any] | None, code: int, text: str, line: str | None) -> None:
+        self.key, self.code, self.text, self.line = key, code, text, line
 
     def __str__(self) -> str:
         return f"{self.text} at {self.line}" if self.line is not None else self.text
+
+
+#: Stands for a record where there is none.
+NOTHING = Noted(None, 0, "nothing", None)
 
 
 def code_of(text: str) -> int:
@@ -30,17 +32,20 @@ def code_of(text: str) -> int:
     return int.from_bytes(hashed.digest(), "little", signed=True)
 
 
-#: Arguments that are written into a record as they are.
-PLAIN = (
-    int,
-    float,
-    complex,
-    str,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
+#: Types of arguments that are written into a record as they are.
+PLAIN = frozenset(
+    {
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    }
 )
 
 
@@ -67,6 +72,6 @@ def listed(parts: Sequence[Any]) -> str:
 
 
 def _which_text(number: int) -> str:
-    if number > 0:
-        return "of the call before" if number == 1 else f"made {number} calls before"
-    return f"made by call {-number:,}" if number > -NAMES else f"tensor {-number - NAMES}"
+    if number < 0:
+        return f"tensor {-number:,}"
+    return "the last tensor" if number == 1 else f"{number:,} tensors back"
