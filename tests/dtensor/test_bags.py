@@ -210,6 +210,24 @@ def test_an_id_out_of_range_is_an_error(mesh, placement, mode):
                 F.embedding_bag(lay(ids, mesh, [ids_placement]), weight, mode=mode)
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("placement", [S0, S1, R])
+@pytest.mark.parametrize("include_last", [False, True])
+def test_bad_offsets(mesh, placement, mode, include_last):
+    weight = lay(torch.randn(ROWS, COLUMNS), mesh, [placement])
+    ids = lay(torch.arange(6), mesh, [R])
+    for offsets, said in (
+        ([0, 3, 2, 5], r"do not decrease, found 2 after 3 \(bag 1\)"),
+        ([0, 2, 5, 4], "do not decrease, found 4 after 5"),
+        ([0, 2, 7], "last offset is 7, but there are 6 ids"),
+        ([1, 2], "first offset is 0, found 1"),
+        ([0.0, 2.0], "offsets are int32 or int64, found torch.float32"),
+    ):
+        given = lay(torch.tensor(offsets), mesh, [R])
+        with pytest.raises(ValueError, match=said):
+            F.embedding_bag(ids, weight, given, mode=mode, include_last_offset=include_last)
+
+
 def test_plain_offsets_are_refused(mesh):
     weight = lay(torch.randn(ROWS, COLUMNS), mesh, [S0])
     ids = lay(torch.randint(0, ROWS, (6,)), mesh, [R])

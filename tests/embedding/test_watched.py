@@ -58,6 +58,21 @@ def test_backward_refuses_a_table_that_an_update_changed(mesh, sharded):
         squares.backward()
 
 
+@pytest.mark.parametrize("optimizer", [None, SGD(0.1)])
+def test_a_write_to_one_table_is_none_to_another(optimizer):
+    bags = EmbeddingBagCollection([Table("t0", 8, 4), Table("t1", 8, 4)], optimizer=optimizer)
+    squares = (bags.parameter("t1") ** 2).sum()
+    with torch.no_grad():
+        bags.parameter("t0").zero_()
+    squares.backward()
+    torch.testing.assert_close(bags.parameter("t1").grad, 2 * bags.parameter("t1").detach())
+    squares = (bags.parameter("t0") ** 2).sum()
+    with torch.no_grad():
+        bags.parameter("t0").fill_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
+
+
 def test_a_first_lookup_is_no_write(mesh):
     bags = made(mesh)
     squares = (bags.parameter("t1") ** 2).sum()

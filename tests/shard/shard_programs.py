@@ -380,6 +380,11 @@ def one_rank_with_a_bad_id():
     F.embedding(torch.tensor([1, 11 if dist.get_rank() == 3 else 2]), st)
 
 
+def one_rank_without_a_batch():
+    st = shard_tensor(torch.randn(11, 6), chunks(0, 0, 1, 2, 3))
+    F.embedding(None if dist.get_rank() == 2 else torch.tensor([1]), st)
+
+
 def disagreeing_sources():
     shard_tensor(torch.ones(8), chunks(0, 0, 1), src_rank=dist.get_rank() % 2)
 

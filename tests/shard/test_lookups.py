@@ -336,14 +336,34 @@ def test_an_id_out_of_range(world, spec):
         ([1, 2], "first offset is 0"),
         ([0, 3, 2], "do not decrease"),
         ([0, 9], "last offset is 9"),
+        ([0, 2, 1, *[3] * 999], r"found 1 after 2 \(bag 1\)\.$"),
+        ([0.0, 1.9], "offsets are int32 or int64, found torch.float32"),
+        ([[0, 1]], r"one dim, found shape \(1, 2\)"),
+        ([], "3 ids but no bags"),
         (None, "need offsets"),
     ],
 )
 def test_bad_offsets(world, offsets, said):
     st = shard_tensor(table(), chunks(0, 0, 1))
-    offsets = None if offsets is None else torch.tensor(offsets)
+    if offsets is not None:
+        offsets = torch.tensor(offsets, dtype=None if offsets else torch.int64)
     with pytest.raises(ValueError, match=said):
         F.embedding_bag(torch.tensor([1, 2, 3]), st, offsets)
+
+
+@pytest.mark.parametrize("batch", [None, [1, 2, 3]])
+def test_a_batch_that_is_no_tensor(world, batch):
+    st, ids, starts = shard_tensor(table(), chunks(0, 0, 1)), torch.arange(3), torch.tensor([0, 1])
+    kind = type(batch).__name__
+    with pytest.raises(ValueError, match=f"ids are int32 or int64, found {kind}"):
+        F.embedding(batch, st)
+    with pytest.raises(ValueError, match=f"ids are int32 or int64, found {kind}"):
+        F.embedding_bag(batch, st, starts)
+    if batch is not None:
+        with pytest.raises(ValueError, match="offsets are int32 or int64, found list"):
+            F.embedding_bag(ids, st, batch)
+        with pytest.raises(ValueError, match="per_sample_weights are a tensor, found list"):
+            F.embedding_bag(ids, st, starts, per_sample_weights=batch, mode="sum")
 
 
 def test_options_that_do_not_exist(world):

@@ -103,6 +103,7 @@ def test_a_group_of_some_ranks(processes):
         (programs.conflict_on_all_ranks, PlanError, "should not conflict"),
         (programs.one_rank_with_bad_offsets, LayoutError, "rank 1: the last offset is 9"),
         (programs.one_rank_with_a_bad_id, IndexError, "11 rows"),
+        (programs.one_rank_without_a_batch, LayoutError, "On rank 2: ids are .* found NoneType"),
         (programs.one_rank_with_pieces_that_overlap, LayoutError, "overlap"),
         (
             programs.disagreeing_sources,

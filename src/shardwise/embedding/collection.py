@@ -61,7 +61,8 @@ class _Weight(nn.Module):
     def __init__(self, weight: torch.Tensor, sparse: bool) -> None:
         super().__init__()
         self.__dict__["_parameters"] = Watched()
-        self.weight = nn.Parameter(weight)
+        # `data` has a version counter of its own; views of one stack share theirs.
+        self.weight = nn.Parameter(weight.data)
         self.sparse = sparse
 
 

@@ -1,4 +1,4 @@
-"""Ids of a table's rows: range checks, and which ids a rank owns."""
+"""Ids of a table's rows: range checks, offsets of bags, and which ids a rank owns."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from shardwise._torch.functions import assert_async
 from shardwise.comm import collectives
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate, Grid
+from shardwise.errors import BatchError
 from shardwise.simulation.parts import one_part, parts_of
 from shardwise.simulation.ranks import each_rank
 
@@ -81,6 +82,48 @@ def _assert_in_range(num_rows: Any) -> Any:
         return ids
 
     return check
+
+
+def dtype_fault(integers: Any, name: str) -> str | None:
+    """What is wrong with ids or offsets that are not integers."""
+    dtype = integers.dtype if isinstance(integers, torch.Tensor) else type(integers).__name__
+    whole = dtype in (torch.int32, torch.int64)
+    return None if whole else f"{name} are int32 or int64, found {dtype}."
+
+
+def offsets_fault(offsets: torch.Tensor, num_ids: int) -> str | None:
+    """What is wrong with where bags begin among `num_ids` ids; waits for the device once.
+
+    >>> offsets_fault(torch.tensor([0, 3, 2]), 5)
+    'offsets do not decrease, found 2 after 3 (bag 1).'
+    """
+    if not offsets.numel():
+        return None
+    falls = offsets[1:] < offsets[:-1]
+    first, last, falling = torch.stack([offsets[0], offsets[-1], falls.any()]).tolist()
+    if first != 0:
+        return f"the first offset is 0, found {first}."
+    if falling:
+        at = int(falls.nonzero()[0])
+        found, then = offsets[at : at + 2].tolist()
+        return f"offsets do not decrease, found {then} after {found} (bag {at})."
+    return f"the last offset is {last}, but there are {num_ids} ids." if last > num_ids else None
+
+
+def check_offsets(offsets: torch.Tensor, num_ids: int) -> None:
+    """Offsets that do not fit raise, on every rank: they are replicated, and end with the last bag.
+
+    On CUDA, and in a traced graph, they are not read, as in torch's own op.
+    """
+    fault = dtype_fault(offsets, "offsets")
+    if fault is None and has_values(offsets) and not offsets.is_cuda and not offsets.is_meta:
+        for part in parts_of(offsets):
+            if part.shape[0] > 1:  # there are bags
+                fault = fault or offsets_fault(part, num_ids)
+                # Without the end of the last bag, an offset too large is easier to recognise.
+                fault = fault and (offsets_fault(part[:-1], num_ids) or fault)
+    if fault is not None:
+        raise BatchError(f"embedding_bag: {fault}")
 
 
 def local_rows(

@@ -19,7 +19,7 @@ from shardwise.core.mesh import Coordinate
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.dispatch.notation import linear_choices
 from shardwise.dispatch.rule import Call, Choice, CollectiveCost, LocalCall, Rule, Table, table
-from shardwise.lookup.ids import check_ids, has_values, owned
+from shardwise.lookup.ids import check_ids, check_offsets, has_values, owned
 from shardwise.ops.lookup import fused_bags
 from shardwise.ops.lookup.bag_shape import (
     MODE_MEAN,
@@ -108,6 +108,8 @@ def _pooled(
         if weights is not None:
             weights, _ = everywhere(weights, layouts[-2], met)
     check_ids(ids, ids_layout, table.shape[0])
+    if offsets is not None:
+        check_offsets(offsets, ids.shape[0])
 
     def here(coordinate: Coordinate, weight: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         bags = unpacked(rest, offsets, weights, padding_idx)

@@ -18,7 +18,7 @@ from shardwise.core.mesh import Coordinate
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.dispatch.notation import linear_choices
 from shardwise.dispatch.rule import Call, Choice, CollectiveCost, LocalCall, Rule, Table, table
-from shardwise.lookup.ids import check_ids, local_rows
+from shardwise.lookup.ids import check_ids, check_offsets, local_rows
 from shardwise.ops.lookup import fused_bags
 from shardwise.ops.lookup.bag_grads import columns_and_rows
 from shardwise.ops.lookup.bag_rules import (
@@ -100,6 +100,8 @@ def _largest(
     if met:
         ids, ids_layout = everywhere(ids, ids_layout, met)
     check_ids(ids, ids_layout, table.shape[0])
+    if offsets is not None:
+        check_offsets(offsets, ids.shape[0])
 
     def here(coordinate: Coordinate, weight: torch.Tensor, *rest: torch.Tensor) -> Any:
         return _rows_here(table, coordinate, weight, unpacked(rest, offsets, None, padding_idx))

@@ -5,7 +5,6 @@ Bags in any form of `embedding_bag` become flat ids and a length per bag.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +15,9 @@ from torch.nn import functional as F
 from shardwise.core.mesh import Grid
 from shardwise.core.untraced import UntracedFunction
 from shardwise.errors import UnsupportedError
+from shardwise.lookup.ids import dtype_fault, offsets_fault
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import DimSplit
-
-
-def ids_fault(ids: torch.Tensor) -> str | None:
-    whole = ids.dtype in (torch.int32, torch.int64)
-    return None if whole else f"ids are int32 or int64, found {ids.dtype}."
 
 
 def range_of(ids: torch.Tensor, fault: str | None) -> tuple[int, int]:
@@ -33,40 +28,36 @@ def range_of(ids: torch.Tensor, fault: str | None) -> tuple[int, int]:
     return low, high
 
 
-def batch_fault(
-    ids: torch.Tensor,
-    offsets: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    include_last_offset: bool,
-) -> str | None:
+def batch_fault(ids: Any, offsets: Any, weights: Any, include_last_offset: bool) -> str | None:
     """What is wrong with a batch of bags, if anything."""
-    if (fault := ids_fault(ids)) is not None:
+    if (fault := dtype_fault(ids, "ids")) is not None:
         return fault
+    if weights is not None and not isinstance(weights, torch.Tensor):
+        return f"per_sample_weights are a tensor, found {type(weights).__name__}."
     if weights is not None and weights.shape != ids.shape:
         return f"per_sample_weights have shape {tuple(weights.shape)}, the ids {tuple(ids.shape)}."
     if ids.dim() == 2:
         return None if offsets is None else "ids of two dims are one bag per row: no offsets."
     if ids.dim() != 1:
         return f"ids have one dim, with offsets, or two; found shape {tuple(ids.shape)}."
-    if offsets is None or offsets.dim() != 1:
+    if offsets is None:
         return "ids of one dim need offsets, of one dim too."
-    return _offsets_fault(offsets.tolist(), ids.numel(), include_last_offset)
+    if (fault := dtype_fault(offsets, "offsets")) is not None:
+        return fault
+    if offsets.dim() != 1:
+        return f"offsets have one dim, found shape {tuple(offsets.shape)}."
+    return _offsets_fault(offsets, ids.numel(), include_last_offset)
 
 
-def _offsets_fault(offsets: list[int], num_ids: int, include_last_offset: bool) -> str | None:
-    if include_last_offset and not offsets:
-        return "with include_last_offset there is at least one offset."
-    if offsets and offsets[0] != 0:
-        return f"the first offset is 0, found {offsets[0]}."
-    if any(b < a for a, b in itertools.pairwise(offsets)):
-        return f"offsets do not decrease, found {offsets}."
-    if offsets and offsets[-1] > num_ids:
-        return f"the last offset is {offsets[-1]}, but there are {num_ids} ids."
-    if include_last_offset and offsets[-1] != num_ids:
-        return f"the last offset is the number of ids, {num_ids}; found {offsets[-1]}."
-    if not offsets and num_ids:
-        return f"there are {num_ids} ids but no bags."
-    return None
+def _offsets_fault(offsets: torch.Tensor, num_ids: int, include_last_offset: bool) -> str | None:
+    if not offsets.numel():
+        if include_last_offset:
+            return "with include_last_offset there is at least one offset."
+        return f"there are {num_ids} ids but no bags." if num_ids else None
+    fault = offsets_fault(offsets, num_ids)
+    if fault is None and include_last_offset and int(offsets[-1]) != num_ids:
+        return f"the last offset is the number of ids, {num_ids}; found {int(offsets[-1])}."
+    return fault
 
 
 def lengths_of(
@@ -193,7 +184,7 @@ class BagBatch:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that differ between ranks; `of_rank` takes one rank's."""
-        return [x for x in (self.ids, self.offsets, self.weights) if x is not None]
+        return [self.ids, *(x for x in (self.offsets, self.weights) if x is not None)]
 
     def of_rank(self, mine: Sequence[torch.Tensor]) -> LocalBags:
         left = iter(mine)
@@ -202,7 +193,7 @@ class BagBatch:
         weights = None if self.weights is None else next(left)
         fault = batch_fault(ids, offsets, weights, self.include_last_offset)
         if fault is not None:
-            nothing = torch.empty(0, dtype=torch.int64, device=ids.device)
+            nothing = torch.empty(0, dtype=torch.int64)
             return LocalBags(nothing, nothing, fault)
         lengths = lengths_of(ids, offsets, self.include_last_offset)
         return LocalBags(ids.reshape(-1).long(), lengths, None)

@@ -26,6 +26,7 @@ from shardwise.lookup.backends.registry import make_backend
 from shardwise.lookup.bags import FeatureBags, bags_of_one
 from shardwise.lookup.engine import Engine
 from shardwise.lookup.exchange import combined, ranks_present
+from shardwise.lookup.ids import dtype_fault
 from shardwise.lookup.prefetch import PrefetchedBatch, PrefetchQueue
 from shardwise.lookup.routing import Route
 from shardwise.lookup.scratch import Scratch
@@ -37,7 +38,6 @@ from shardwise.shard.lookup.lookup_args import (
     BagBatch,
     LocalBags,
     Lookup,
-    ids_fault,
     pool,
     range_of,
     scaled_by_frequency,
@@ -100,7 +100,7 @@ class TableLookup:
 def embedding(lookup: Lookup, ids: torch.Tensor) -> torch.Tensor:
     """A row for each of a rank's ids."""
     per_rank = part_per_rank(lookup.grid, ids)
-    found = [_checked(lookup, n, mine, ids_fault(mine)) for n, mine in enumerate(per_rank)]
+    found = [_checked(lookup, n, mine, dtype_fault(mine, "ids")) for n, mine in enumerate(per_rank)]
     finish = [functools.partial(_shaped, lookup, mine) for mine in per_rank]
     return _run(lookup, None, found, finish)
 
@@ -116,7 +116,7 @@ def embedding_bag(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
         finish = [functools.partial(_pooled, lookup, batch.mode, each) for each in own]
         return _run(lookup, None, found, finish, batch.weights)
     kept = [_counted(lookup, each) for each in own]
-    train = batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled()
+    train = getattr(batch.weights, "requires_grad", False) and torch.is_grad_enabled()
     weights = [None] * len(own) if batch.weights is None else columns[-1]
     found = []
     for n, (each, keep, samples) in enumerate(zip(own, kept, weights, strict=True)):
