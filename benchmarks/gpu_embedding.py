@@ -251,6 +251,10 @@ def _of_collections() -> dict[str, Any]:
             actions[f"{name}, step"] = partial(lambda f, g: f().backward(g), look_up, grad)
         title = f"{tables} tables of {rows:,} × {dim}, batch {batch} × {ids}, {optimizer}"
         results[title] = _in_turns(actions)
+        for part in ("forward", "step"):
+            results[title][f"collection, launches of a {part}"] = _num_launches(
+                actions[f"collection, {part}"]
+            )
         _show(title, results[title])
         del problem, states, actions
         torch.cuda.empty_cache()
