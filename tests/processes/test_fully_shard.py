@@ -99,6 +99,31 @@ def test_mistakes_are_errors_on_all_ranks(processes):
     assert all("fully sharded already" in each.message for each in found)
 
 
+class Waves(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tall = torch.nn.Parameter(torch.randn(7, 5, dtype=torch.complex64))
+        self.flat = torch.nn.Parameter(torch.randn(9, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (self.tall * x).abs().sum() * self.flat.sum().abs()
+
+
+def complex_gradients():
+    torch.manual_seed(0)
+    model, (mesh, xs) = Waves(), (mesh_of(dp=4), torch.randn(4, 5))
+    loss = sum(model(x) for x in xs) / 4
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    fully_shard(model, mesh)
+    model(xs[torch.distributed.get_rank()]).backward()
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), grad)
+
+
+def test_complex_gradients(processes):
+    processes(complex_gradients)
+
+
 def other_ranks():
     """A parameter on a mesh of ranks that the given mesh does not have."""
     mesh = mesh_of(a=2, b=2)

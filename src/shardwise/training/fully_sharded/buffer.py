@@ -330,7 +330,8 @@ class FlatBuffer:
         """
         numbers = tuple(grads)
         held = {n: localize(self.grid, grad) for n, grad in grads.items() if grad is not None}
-        own_last = collectives.sends_terms(next(iter(held.values())), dtype, self.grid, self.axis)
+        like, sent_as = next(iter(held.values())), dtype.to_real()
+        own_last = collectives.sends_terms(like, sent_as, self.grid, self.axis)
         flags = [float(n in held) for n in numbers]
         scale_of = dict(zip(numbers, scales, strict=True))
 
