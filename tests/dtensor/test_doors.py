@@ -147,6 +147,22 @@ def test_a_column_major_part_makes_a_column_major_tensor(mesh):
 # -- to_local and full_tensor ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
+@pytest.mark.parametrize("turn", [torch.t, lambda x: x.t()[1:], lambda x: x], ids=str)
+def test_the_gradient_of_the_whole_keeps_its_memory_order(mesh, placement, turn):
+    """On one device a copy hands its gradient on; a draw like the gradient shows the order."""
+
+    def strides(x, whole):
+        view = turn(x * 1)
+        full = whole(view)
+        weight = torch.arange(1.0, 1 + full.numel()).view(full.shape)
+        return [g.stride() for g in torch.autograd.grad((full * weight).sum(), [x, view])]
+
+    value = torch.randn(3, 4)
+    expected = strides(value.clone().requires_grad_(), torch.clone)
+    assert strides(lay(value, mesh, placement).requires_grad_(), DTensor.full_tensor) == expected
+
+
 @pytest.mark.parametrize(
     "placements",
     [

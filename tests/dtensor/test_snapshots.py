@@ -277,6 +277,36 @@ def test_the_gradient_of_as_strided_does_not_miss_a_write(mesh, placement):
     assert whole(leaf.grad).tolist() == [0.0, 2.0, 2.0, 2.0, 0.0, 0.0]
 
 
+STRIDED = {
+    "gaps": ((3,), (2,), 1),
+    "repeats": ((2, 2), (1, 1), 0),
+    "expanded": ((2, 3), (0, 1), 2),
+    "turned": ((2, 3), (1, 2), 0),
+    "turned with gaps": ((2, 2), (1, 3), 0),
+    "dense": ((3, 2), (2, 1), 0),
+    "one entry": ((1, 1), (7, 3), 5),
+    "no entries": ((0, 2), (2, 1), 0),
+}
+
+
+@pytest.mark.parametrize("view", STRIDED)
+@pytest.mark.parametrize("placement", [Shard(0), Replicate(), Partial()], ids=repr)
+def test_what_is_made_of_a_strided_view_copies_where_one_device_does(mesh, view, placement):
+    def run(x):
+        strided = x.as_strided(*STRIDED[view])
+        made = [strided, strided.contiguous(), strided.reshape(-1), strided.clone()]
+        strides = [each.stride() for each in made]
+        x.add_(10)
+        return strides, made
+
+    strides, made = run(torch.arange(6.0))
+    placed = lay(torch.arange(6.0), mesh, Replicate()).redistribute(placements=[placement])
+    found_strides, found = run(placed)
+    assert found_strides == strides
+    for one, expected in zip(found, made, strict=True):
+        torch.testing.assert_close(whole(one), expected)
+
+
 def test_a_step_without_history_leaves_as_strided_as_it_is(mesh):
     leaf = shardwise.distribute_tensor(torch.arange(6.0), mesh, [Shard(0)]).requires_grad_()
     y = leaf.as_strided((3,), (1,), 1)

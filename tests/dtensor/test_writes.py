@@ -648,3 +648,31 @@ def test_a_view_that_was_copied_is_not_overwritten_by_its_own_entry(mesh):
         flat.copy_(flat.select(-1, 2))
     flat.copy_(flat.select(-1, 2).clone())
     assert torch.equal(x.full_tensor().agreed(), torch.full((2, 4), 2.0))
+
+
+INSIDE = {
+    "bilinear": lambda x: F.bilinear(x[:, :2], x[:, :3], torch.ones_like(x).view(4, 2, 3)),
+    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
+    "einsum of entries": lambda x: torch.einsum("ij,ij->ij", x, x),
+    "instance_norm": lambda x: F.instance_norm(x.view(2, 2, 6), eps=0.1),
+}
+
+
+@pytest.mark.parametrize("op", INSIDE)
+def test_a_view_of_what_an_op_makes_inside_is_no_view_of_its_result(mesh, op):
+    """A gradient that the result retains misses what its views, written to, are used for."""
+
+    def retained(x):
+        made = INSIDE[op](x)
+        made.retain_grad()
+        view = made[:1]
+        view.mul_(2)
+        view.sum().backward()
+        return made.grad
+
+    value = torch.randn(4, 6)
+    expected = retained(value.clone().requires_grad_())
+    found = retained(lay(value, mesh, Shard(0)).requires_grad_())
+    assert (found is None) == (expected is None)
+    if expected is not None:
+        torch.testing.assert_close(whole(found), expected)

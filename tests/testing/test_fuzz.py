@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -16,7 +17,7 @@ from shardwise import Partial, Replicate, Shard, UnsupportedError, simulate
 from shardwise.dispatch import catalog
 from shardwise.dispatch.rule import Choice, Rule
 from shardwise.testing.fuzz.__main__ import main
-from shardwise.testing.fuzz.generate import Growth, generate
+from shardwise.testing.fuzz.generate import MESHES, Growth, generate
 from shardwise.testing.fuzz.hand import Draft, NoFit
 from shardwise.testing.fuzz.play import Reference, play
 from shardwise.testing.fuzz.program import _NAMES, Leaf, Program, Statement, run
@@ -35,6 +36,7 @@ from shardwise.testing.fuzz.tables.autograd import AUTOGRAD
 from shardwise.testing.fuzz.tables.nn import LAYERS
 from shardwise.testing.fuzz.undefined import (
     BIAS_ALONE,
+    EMPTY_VIEW,
     MEDIAN,
     OVERLAP,
     REASONS,
@@ -105,6 +107,21 @@ def test_a_leaf_in_any_placements_is_one_device_s():
         assert leaf.placements == tuple(placements)
         assert leaf._layout.axes_of(0) == (2, 0)
         assert torch.equal(leaf.full_tensor().agreed(), values((5, 3), torch.float64, 4))
+
+
+@pytest.mark.parametrize("term", ["sum", "avg"])
+def test_the_terms_of_a_coarse_leaf_add_up_exactly(term):
+    expected = values((3, 3), torch.bfloat16, 1)
+    for mesh in set(MESHES):
+        with simulate(math.prod(mesh)):
+            leaf = Sharded(mesh).leaf((3, 3), torch.bfloat16, [Partial(term)] * len(mesh), 1)
+            assert torch.equal(leaf.full_tensor().agreed(), expected)
+
+
+def test_results_that_are_equal_by_chance_are_not_compared():
+    steps = ["v1 = v0.mean()", "v2 = v0.nanmean()", "v3 = v1 == v2"]
+    assert not steady(_program(*steps))
+    assert steady(_program(*steps[:2], "v3 = v1 == v1"))
 
 
 # -- what it finds ---------------------------------------------------------------------------
@@ -482,6 +499,16 @@ KINK = _program(
             ),
             SHARED_GRADIENT,
         ),
+        (
+            _program(
+                "v1 = v0 * 1",
+                "v2 = v1[0:0]",
+                "v1.mul_(2)",
+                "v3 = torch.autograd.grad(v2.sin().sum(), v0, create_graph=True)[0]",
+                grad=True,
+            ),
+            EMPTY_VIEW,
+        ),
         (KINK, ROUNDING),
         (KINK.with_item(0, replace(KINK.items[0], dtype=torch.float32)), ROUNDING),
     ],
@@ -512,6 +539,19 @@ def test_what_torch_does_not_define_is_counted_by_reason(program, reason):
 def test_what_torch_defines_is_compared(steps):
     assert Reference(_program(*steps)).undefined is None
     assert play_alone(_program(*steps, placement=Shard(1))).kind == "ok"
+
+
+@pytest.mark.parametrize(("written", "entries"), [("v0.sin()", "0:0"), ("v1.mul_(2)", "0:1")])
+def test_a_view_that_is_not_taken_again_or_has_entries_is_compared(written, entries):
+    loss = "v3 = torch.autograd.grad(v2.sin().sum(), v0, create_graph=True)[0]"
+    program = _program("v1 = v0 * 1", f"v2 = v1[{entries}]", written, loss, grad=True)
+    assert play_alone(program).kind == "ok"
+
+
+def test_watching_does_not_change_what_one_device_gives():
+    loss = "v2 = torch.autograd.grad(w.weighted(v1), v0, create_graph=True)[0]"
+    steps = ["v1 = torch.prod(v0, 1, keepdim=True)", loss]
+    assert play_alone(_program(*steps, shape=(1, 1), grad=True)).kind == "ok"
 
 
 def test_what_comes_before_the_undefined_is_compared(monkeypatch):

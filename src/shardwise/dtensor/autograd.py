@@ -33,7 +33,7 @@ from shardwise._torch.autograd import (
 )
 from shardwise.comm.pending import Pending, finished_like, later
 from shardwise.comm.watch import because, watch
-from shardwise.core.layout import Layout, contiguous_stride, make_layout, normalize
+from shardwise.core.layout import Layout, contiguous_stride, dense_stride, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate
 from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.core.world import world_caches
@@ -315,6 +315,7 @@ class ToLocal(UntracedFunction):
         layout = with_dtype(grad_layout, grad.dtype)
         if layout.memory_order or not all(part.is_contiguous() for part in parts_of(grad)):
             # Entries that share memory, as in the gradient of `sum`, cannot be accumulated into.
+            layout = _in_order_of(layout, parts_of(grad))
             grad = in_memory_order(grad, layout)
         if torch.is_grad_enabled() and grad.requires_grad:
             source = with_dtype(_linear_terms(own_layout, "to_local()"), grad.dtype)
@@ -322,6 +323,21 @@ class ToLocal(UntracedFunction):
             return from_local(grad, given), None, None, None
         local = localize(layout.grid, sized_copy(grad, False))
         return cls._wrap(local, layout), None, None, None
+
+
+def _in_order_of(layout: Layout, grads: Sequence[torch.Tensor]) -> Layout:
+    """The layout of a gradient, in the memory order that it has if every rank has the same.
+
+    So that of `full_tensor()` is handed on as that of a copy on one device.
+    """
+    whole = all(placement.is_replicate() for placement in layout.placements)
+    if not whole or layout.symbolic or layout.grid.outside:
+        return layout
+    stride = grads[0].stride()
+    dense = dense_stride(layout.shape, sorted(range(layout.ndim), key=lambda d: -stride[d]))
+    if stride != dense or any(part.stride() != stride for part in grads):
+        return layout
+    return layout.with_sizes(layout.shape, stride)
 
 
 class FromLocal(UntracedFunction):

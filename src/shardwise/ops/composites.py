@@ -17,11 +17,10 @@ from shardwise._torch.schema import OpOverload
 from shardwise.comm.watch import implicit_replication
 from shardwise.core.layout import dense_stride, make_layout
 from shardwise.core.placements import REPLICATE
-from shardwise.core.strides import iterated_stride
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dispatch.infer import faked
+from shardwise.dispatch.local_call import restrided
 from shardwise.dispatch.out_args import run_by_keyword
-from shardwise.dispatch.rule import TensorMeta
 from shardwise.dispatch.wrapped import as_layouts, reduced_layout
 from shardwise.dtensor.plain_operands import check_plain
 from shardwise.dtensor.snapshots import SOURCE, add_source
@@ -195,14 +194,9 @@ def stft(
 
 def as_strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """The entries that as_strided reads, as a copy, which must not be written to."""
-    # In the memory order that a new tensor like the view would have.
-    dense = iterated_stride(tuple(size), [TensorMeta(tuple(size), tuple(stride), x.dtype)])
-    order = sorted(range(len(size)), key=lambda d: -dense[d])
-    inverse = sorted(range(len(size)), key=lambda i: order[i])
-    shape, steps = [size[d] for d in order], [stride[d] for d in order]
 
     def pick(whole: Any) -> Any:
-        return as_strided_copy(whole, shape, steps, storage_offset).permute(inverse)
+        return _picked(whole, size, stride, storage_offset, tuple(stride))
 
     picked = _snapshot(x, pick)
     picked.__dict__[SOURCE][0].differentiated_as(x)
@@ -222,6 +216,11 @@ def _snapshot(x: Any, pick: Callable[[Any], Any]) -> Any:
 
 def as_strided_copy(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """The entries at these positions of the memory that the tensor would have on one device."""
+    return _picked(x, size, stride, storage_offset, None)
+
+
+def _picked(x: Any, size: Any, stride: Any, offset: int | None, steps: Any) -> Any:
+    """`as_strided_copy`; with `steps`, the result says that these are its strides."""
     layout = x._layout
     order = layout.memory_order or tuple(range(x.dim()))
     if layout.stride != dense_stride(layout.shape, order):
@@ -231,10 +230,10 @@ def as_strided_copy(x: Any, size: Any, stride: Any, storage_offset: int | None =
             "between its entries is not known. Call contiguous() first, or index the tensor."
         )
     (fake,), _ = faked([layout], {})
-    aten.as_strided.default(fake, size, stride, storage_offset)  # torch says what does not fit
-    places = torch.arange(x.numel()).as_strided(size, stride, storage_offset or 0).contiguous()
+    aten.as_strided.default(fake, size, stride, offset)  # torch says what does not fit
+    places = torch.arange(x.numel()).as_strided(size, stride, offset or 0).contiguous()
     with implicit_replication():
-        return Picked.apply(x.permute(order).reshape(-1), places.to(x.device))
+        return Picked.apply(x.permute(order).reshape(-1), places.to(x.device), steps)
 
 
 class Picked(UntracedFunction):
@@ -242,14 +241,20 @@ class Picked(UntracedFunction):
     could not run twice, as that of a view can."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, places: torch.Tensor) -> Any:
+    def forward(ctx: Any, x: Any, places: torch.Tensor, steps: Any) -> Any:
         ctx.places, ctx.length = places, x.shape[0]
-        return x[places]
+        taken = x[places]
+        if steps is None:
+            return taken
+        # What follows depends on strides: `contiguous()` of a view with gaps is a copy.
+        lo = taken._layout
+        layout = make_layout(lo.grid, lo.placements, lo.shape, steps, lo.dtype, lo.order)
+        return DTensor._wrap(restrided(lambda: taken._local, [layout])(), layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         with implicit_replication():
-            return PutBack.apply(grad, ctx.places, ctx.length), None
+            return PutBack.apply(grad, ctx.places, ctx.length), None, None
 
 
 class PutBack(UntracedFunction):
@@ -263,7 +268,7 @@ class PutBack(UntracedFunction):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         with implicit_replication():
-            return Picked.apply(grad, ctx.places), None, None
+            return Picked.apply(grad, ctx.places, None), None, None
 
 
 def adaptive_avg_pool(num_dims: int, x: Any, output_size: Any) -> Any:

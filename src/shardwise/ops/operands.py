@@ -82,3 +82,11 @@ def read_from(grad: Any, x: Any) -> Any:
     if torch.is_grad_enabled() and x.requires_grad:
         return Constant.apply(grad, x)
     return grad
+
+
+def as_view(x: Any) -> Any:
+    """`x`, as a view where autograd looks: one device returns a view of what it makes inside.
+
+    With `retain_grad`, a program sees which tensor the views of `x` belong to.
+    """
+    return x.view(x.shape) if x.requires_grad and not x._is_view() else x

@@ -62,8 +62,10 @@ def _split_terms(local: torch.Tensor, partial: Partial, axis: int, grid: Grid) -
 
 def _terms(value: torch.Tensor, partial: Partial, num: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(value.numel())
+    # Eight terms must add up to a multiple of 1/32 exactly, in any order.
+    unit = 0.25 if value.dtype is torch.bfloat16 else 1
     noise = [
-        torch.empty_like(value).copy_(torch.randint(-3, 4, value.shape, generator=generator))
+        torch.empty_like(value).copy_(unit * torch.randint(-3, 4, value.shape, generator=generator))
         for _ in range(num - 1)
     ]
     match partial.reduce_op:

@@ -25,7 +25,7 @@ from shardwise.dispatch.notation import (
 from shardwise.dispatch.rule import Call, Choice, Rule, Table, table
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
-from shardwise.ops.operands import fake
+from shardwise.ops.operands import as_view, fake
 
 aten = torch.ops.aten
 
@@ -232,9 +232,23 @@ def _einsum(equation: str, tensors: list[Any], path: Any = None) -> Any:
     if len(inputs) == 1 and len(inputs[0]) == len(output):
         return tensors[0].permute([inputs[0].index(letter) for letter in output])  # a view
     if len(tensors) > 1 and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        view = unrecorded(_returns_view, equation, _small_shapes(tensors))
         inputs, tensors = _summed_first(inputs, output, tensors)
-        letters = f"{','.join(inputs)}->{output}"
+        result = contracted(f"{','.join(inputs)}->{output}", *tensors)
+        return as_view(result) if view else result
     return contracted(letters, *tensors)
+
+
+def _small_shapes(tensors: list[Any]) -> tuple[tuple[int, ...], ...]:
+    """The shapes as far as torch's way through einsum depends on them."""
+    return tuple(tuple(min(n, 2) if type(n) is int else 2 for n in t.shape) for t in tensors)
+
+
+@functools.lru_cache(maxsize=1024)
+def _returns_view(equation: str, shapes: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether one device returns a view of the matrix product that it makes inside."""
+    small = [torch.zeros(shape, requires_grad=True) for shape in shapes]
+    return aten.einsum.default(equation, small)._is_view()
 
 
 def _summed_first(
@@ -265,9 +279,7 @@ def _as_autocast(equation: str, tensors: list[Any], path: Any) -> list[Any]:
     if device != "cpu" or not torch.is_autocast_enabled(device):
         return tensors
     wide = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
-    kinds = tuple(
-        (tuple(min(n, 2) if type(n) is int else 2 for n in t.shape), t.dtype) for t in tensors
-    )
+    kinds = tuple(zip(_small_shapes(tensors), (t.dtype for t in tensors), strict=True))
     steps = None if path is None else tuple(path)
     narrow = unrecorded(_einsum_dtype, equation, kinds, steps, torch.get_autocast_dtype(device))
     if narrow == wide:
@@ -291,7 +303,7 @@ def bilinear(left: Any, right: Any, weight: Any, bias: Any = None) -> Any:
     if any(type(n) is int and n == 0 for x in (left, right, weight) for n in x.shape):
         aten.bilinear.default(fake(left), fake(right), fake(weight))  # torch's checks
     out = _einsum("...i,oij,...j->...o", [left, weight, right])  # autocast ignores it
-    return out if bias is None else out + bias
+    return as_view(out) if bias is None else out + bias
 
 
 RULES: Table = table(

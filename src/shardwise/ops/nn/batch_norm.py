@@ -19,7 +19,7 @@ from shardwise.dispatch.notation import linear_choices, rule
 from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
 from shardwise.dtensor.autograd import direct_apply, gradient_layout, redistribute
 from shardwise.dtensor.tensor import DTensor, run
-from shardwise.ops.operands import all_distributed, are_distributed, fake
+from shardwise.ops.operands import all_distributed, are_distributed, as_view, fake
 
 aten = torch.ops.aten
 
@@ -378,7 +378,7 @@ def instance_norm(
         # A group norm's formula has the sums for the bias apart; one device runs a batch norm.
         tracked = [t for t in (x, weight) if t is not None and t.requires_grad]
         bias = _apply_grad_depends(bias, *tracked) if tracked else bias
-    return torch.group_norm(x.contiguous(), x.shape[1], weight, bias, eps, cudnn_enabled)
+    return as_view(torch.group_norm(x.contiguous(), x.shape[1], weight, bias, eps, cudnn_enabled))
 
 
 def _weight_norm_backward(

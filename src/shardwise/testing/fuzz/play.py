@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 from dataclasses import dataclass, field
@@ -66,16 +67,19 @@ class Reference:
 
     def __post_init__(self) -> None:
         self.run = WorldState(OneDevice(), self.program.seed)
+        # Watched in a run of its own: in a mode, torch takes other ways through some formulas.
+        watched = WorldState(OneDevice(), self.program.seed)
         for item in self.program.items:
             if not item.makes:  # it may write to what slots hold
                 self._note()
             done = self.run.done
             shared = SharedGradients(self.run.slots().values())
             try:
-                with UndefinedMode() as watch:
-                    self.run.execute(item)
+                self.run.execute(item)
             except Exception as error:
                 self.run.error = error
+            with contextlib.suppress(Exception), UndefinedMode() as watch:
+                watched.execute(item)
             if self.run.error is None:
                 self.undefined = watch.found or (SHARED_GRADIENT if shared.changed else None)
             else:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.autograd import current_node
 from shardwise._torch.dispatch import TorchDispatchMode
 from shardwise._torch.pytree import tree_leaves, tree_map
 from shardwise.testing.fuzz.compare import difference, tolerance
@@ -26,6 +27,7 @@ MEDIAN = "median of equal values"
 ZERO_TENSOR = "gradient that is a ZeroTensor"
 BIAS_ALONE = "second backward of a norm with a bias alone"
 SHARED_RESULT = "new tensor whose entries share memory"
+EMPTY_VIEW = "gradient through a view without entries of a written tensor"
 SHARED_GRADIENT = "write to a gradient that leaves share"
 ROUNDING = "rounding"
 
@@ -41,6 +43,8 @@ REASONS = {
     "torch's formula leaves that out where there is no weight",
     SHARED_RESULT: "select_scatter and its kin keep the strides of a view by unfold, so what they "
     "write to one entry shows in others too, and a later write acts on one place several times",
+    EMPTY_VIEW: "torch takes a view of a written tensor again by strides, and the gradient of that "
+    "is zeros without a graph where the view has no entries; of the view itself it has a graph",
     SHARED_GRADIENT: "leaves of one sum may hold the same memory as gradient, and what a second "
     "backward adds to one of them is added to the others",
     ROUNDING: "one device gives another number when rounding errors are added, and with leaves in "
@@ -69,10 +73,18 @@ class UndefinedMode(TorchDispatchMode):
             elif func is _NORM_BACKWARD and args[2] is None and args[-1][2]:
                 # With a graph of backward, its formula may be used later.
                 self.found = BIAS_ALONE if torch.is_grad_enabled() else None
+            elif func is aten.zeros.default and torch.is_grad_enabled() and _is_empty_view_again():
+                self.found = EMPTY_VIEW
         result = _run(func, args, kwargs)
         if self.found is None and func.overloadpacket in _SCATTERS and _repeats(result):
             self.found = SHARED_RESULT
         return result
+
+
+def _is_empty_view_again() -> bool:
+    """Whether the gradient of a view by strides that has no entries is being made."""
+    node: Any = current_node()
+    return node is not None and node.name() == "AsStridedBackward0" and 0 in node._saved_size
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,14 +204,17 @@ class Kinks(TorchDispatchMode):
             # Before the op runs, which may write to them.
             moved = [tree_map(_with_zeros(sign), (args, kwargs)) for sign in (1, 0, -1)]
         places, jumps = func.overloadpacket in _PLACES, func.overloadpacket in _JUMPS
-        if (places or jumps) and not self.found:
-            moved += [tree_map(_rounded(seed), (args, kwargs)) for seed in _SEEDS]
+        compares = func.overloadpacket in _COMPARES and len(given) > 1
+        if (places or jumps or compares) and not self.found:
+            moved += [tree_map(_rounded(seed, apart=compares), (args, kwargs)) for seed in _SEEDS]
         before = torch.get_rng_state()
         result = _run(func, args, kwargs)
         if drawn:
             self.found |= not all(_draws_alike(func, near, before) for near in moved)
             return result
         made = _tensors(result)
+        if compares and not made:  # torch.equal
+            self.found |= any(_run(func, *near) != result for near in moved)
         if jumps:
             for near in moved:
                 again = _tensors(_run(func, *near))
@@ -256,20 +271,26 @@ _JUMPS = {aten.ceil, aten.floor, aten.round, aten.trunc, aten.frac}
 _JUMPS |= {aten.ceil_, aten.floor_, aten.round_, aten.trunc_, aten.frac_}
 _JUMPS |= {aten.floor_divide, aten.floor_divide_, aten.remainder, aten.remainder_}
 _JUMPS |= {aten.fmod, aten.fmod_}
+#: Ops that compare two tensors, which may be equal by chance, such as two kinds of mean.
+_COMPARES = {aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.equal, aten.isclose}
 _SEEDS = (1, -1, 2, -2, 3, -3, 4, -4)
 
 
-def _rounded(seed: int) -> Callable[[Any], Any]:
+def _rounded(seed: int, *, apart: bool = False) -> Callable[[Any], Any]:
     """Copies tensors; floats get rounding errors of some units in the last place.
 
     Those of `seed` and `-seed` are opposite: entries that are equal change places with one of them.
-    Entries that are one place in memory stay equal.
+    Entries that are one place in memory stay equal. With `apart`, tensors in different memory get
+    errors of their own.
     """
+    storages: list[int] = []
 
     def copied(x: Any) -> Any:
         if not _has_memory(x) or not x.is_floating_point():
             return x
-        generator = torch.Generator().manual_seed(abs(seed))
+        storages.append(x.untyped_storage()._cdata)
+        number = storages.index(storages[-1]) if apart else 0
+        generator = torch.Generator().manual_seed(abs(seed) + 100 * number)
         sizes = [size if step else 1 for size, step in zip(x.shape, x.stride(), strict=True)]
         noise = torch.rand(sizes, generator=generator, dtype=torch.float64) - 0.5
         step = math.copysign(8 * torch.finfo(x.dtype).eps, seed)
