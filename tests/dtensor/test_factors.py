@@ -52,6 +52,22 @@ def test_a_partial_meets_a_number(mesh, call, dtype, reduce):
         torch.testing.assert_close(whole(found), call(plain), equal_nan=True)
 
 
+@pytest.mark.parametrize("factor", [0.0, math.inf, 2.0])
+@pytest.mark.parametrize("kind", ["plain", "replicated", "sum"])
+def test_a_partial_meets_a_number_in_a_tensor(mesh, kind, factor):
+    number = torch.tensor([factor, 0.0, 0.0, 0.0])
+    x = distribute_tensor(TERMS, mesh, [Shard(0)]).sum(0)
+    placed = {
+        "plain": number.sum(),
+        "replicated": distribute_tensor(number, mesh, [Replicate()]).sum(),
+        "sum": distribute_tensor(number, mesh, [Shard(0)]).sum(),
+    }[kind]
+    for op in (torch.mul, torch.div):
+        for _ in range(2):
+            found, expected = op(x, placed), op(TERMS.sum(0), factor)
+            torch.testing.assert_close(whole(found), expected, equal_nan=True)
+
+
 def test_the_same_plan_serves_all_floats(mesh):
     x = distribute_tensor(TERMS, mesh, [Shard(0)]).sum(0)
     plain = TERMS.sum(0)

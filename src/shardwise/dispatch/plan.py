@@ -3,7 +3,8 @@
 Note [Factors of a Partial]
 Infinity times a sum is infinite, but times its terms it may be NaN: a term may be zero, or have the
 other sign. Plans ignore the values of floats, so a call that passes a Partial and a number through
-an op checks the number when it runs (`bounded`).
+an op checks the number when it runs (`bounded`). A tensor without dims, on the CPU, is a number too.
+Larger ones are not read: such a product is NaN where one device's is infinite.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from shardwise.dispatch.schema import functional_twin, plain_op
 from shardwise.dispatch.strict import forbid_move
 from shardwise.dispatch.wrapped import count_on_lent, is_partial, reduced_layout, reduced_once
 from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.lookup.ids import has_values
 from shardwise.redistribute.execute import prepare
 from shardwise.redistribute.moves import Run
 from shardwise.redistribute.search import find_steps
 from shardwise.redistribute.steps import Step
-from shardwise.simulation.parts import LENT
+from shardwise.simulation.parts import LENT, parts_of
 from shardwise.simulation.ranks import my_coordinate, no_values
 
 aten = torch.ops.aten
@@ -54,7 +56,9 @@ def bounded(
     fits = _fits(plan.op, plan.outputs[0].dtype)
     if fits is None or any(isinstance(arg, (list, tuple)) and _has_layouts(arg) for arg in args):
         return call
-    positions = [i for i, arg in enumerate(args) if _is_watched(arg, fits)]
+    tensors = [i for i, arg in enumerate(args) if isinstance(arg, (Layout, _Tensor))]
+    moved = dict(zip(tensors, plan.inputs, strict=True))
+    positions = [i for i, arg in enumerate(args) if _is_watched(moved.get(i, arg), fits)]
     names = [name for name, arg in kwargs.items() if _is_watched(arg, fits)]
     if not positions and not names:
         return call
@@ -62,7 +66,7 @@ def bounded(
 
     def run(*operands: Any, **options: Any) -> Any:
         for i in positions:
-            if not fits(operands[i]):
+            if not _may_apply(fits, operands[i]):
                 break
         else:
             if not names or all(fits(options[name]) for name in names):
@@ -91,8 +95,18 @@ def _has_layouts(items: Sequence[Any]) -> bool:
     return any(isinstance(item, Layout) for item in items)
 
 
+def _may_apply(fits: Callable[[Any], bool], operand: Any) -> bool:
+    if not isinstance(operand, _Tensor):
+        return fits(operand)
+    if operand.device.type != "cpu" or not has_values(operand):
+        return True
+    return all(fits(part) for part in parts_of(operand))
+
+
 def _is_watched(arg: Any, fits: Callable[[Any], bool]) -> bool:
     """Whether a number is not in the cache key, or is and does not fit."""
+    if isinstance(arg, Layout):
+        return not arg.shape and not is_partial(arg)
     return isinstance(arg, (float, complex)) or (isinstance(arg, int) and not fits(arg))
 
 

@@ -247,7 +247,7 @@ def _small_shapes(tensors: list[Any]) -> tuple[tuple[int, ...], ...]:
 @functools.lru_cache(maxsize=1024)
 def _returns_view(equation: str, shapes: tuple[tuple[int, ...], ...]) -> bool:
     """Whether one device returns a view of the matrix product that it makes inside."""
-    small = [torch.zeros(shape, requires_grad=True) for shape in shapes]
+    small = [torch.zeros(shape) for shape in shapes]
     return aten.einsum.default(equation, small)._is_view()
 
 
