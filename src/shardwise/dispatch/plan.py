@@ -3,8 +3,8 @@
 Note [Factors of a Partial]
 Infinity times a sum is infinite, but times its terms it may be NaN: a term may be zero, or have the
 other sign. Plans ignore the values of floats, so a call that passes a Partial and a number through
-an op checks the number when it runs (`bounded`). A tensor without dims, on the CPU, is a number too.
-Larger ones are not read: such a product is NaN where one device's is infinite.
+an op checks the number when it runs (`bounded`). So is a tensor without dims, on the CPU. Larger
+ones are not read: such a product is NaN where one device's is infinite.
 """
 
 from __future__ import annotations
