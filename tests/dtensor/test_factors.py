@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import shardwise
 from shardwise import Partial, Replicate, Shard, distribute_tensor
+from shardwise.comm.watch import implicit_replication
 from shardwise.debug import CommDebugMode
 from shardwise.parallel import parallel_cross_entropy
 
@@ -66,6 +67,13 @@ def test_a_partial_meets_a_number_in_a_tensor(mesh, kind, factor):
         for _ in range(2):
             found, expected = op(x, placed), op(TERMS.sum(0), factor)
             torch.testing.assert_close(whole(found), expected, equal_nan=True)
+
+
+def test_a_partial_meets_an_index_that_every_rank_has(mesh):
+    x = distribute_tensor(TERMS, mesh, [Shard(0)]).sum(0)
+    with implicit_replication():
+        found = x[torch.tensor([2, 0])]
+    torch.testing.assert_close(whole(found), TERMS.sum(0)[[2, 0]])
 
 
 def test_the_same_plan_serves_all_floats(mesh):

@@ -54,7 +54,7 @@ def bounded(
     if len(plan.outputs) != 1 or not is_partial(plan.outputs[0]):
         return call
     fits = _fits(plan.op, plan.outputs[0].dtype)
-    if fits is None or any(isinstance(arg, (list, tuple)) and _has_layouts(arg) for arg in args):
+    if fits is None or any(isinstance(arg, (list, tuple)) and _has_tensors(arg) for arg in args):
         return call
     tensors = [i for i, arg in enumerate(args) if isinstance(arg, (Layout, _Tensor))]
     moved = dict(zip(tensors, plan.inputs, strict=True))
@@ -91,8 +91,8 @@ def _fits(op: Any, dtype: torch.dtype) -> Callable[[Any], bool] | None:
     return lambda number: abs(number) <= largest
 
 
-def _has_layouts(items: Sequence[Any]) -> bool:
-    return any(isinstance(item, Layout) for item in items)
+def _has_tensors(items: Sequence[Any]) -> bool:
+    return any(isinstance(item, (Layout, _Tensor)) for item in items)
 
 
 def _may_apply(fits: Callable[[Any], bool], operand: Any) -> bool:
