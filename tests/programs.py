@@ -530,6 +530,19 @@ def refused_on_rank_3(name):
     calls[name]()
 
 
+def refused_but_on_rank_3(name):
+    """An op that refuses an index which all ranks hold; rank 3 has none of the three columns."""
+    index = shardwise.distribute_tensor(torch.tensor([0, -1, 77]), line(), [R])
+    x, rows = (shardwise.distribute_tensor(torch.ones(n, 3), line(), [S1]) for n in (4, 3))
+    calls = {
+        "index": lambda: x[index],
+        "index_put": lambda: x.index_put((index,), rows),
+        "index_add": lambda: x.index_add(0, index, rows),
+        "index_copy": lambda: x.index_copy(0, index, rows),
+    }
+    calls[name]()
+
+
 def half_precision_under_autocast():
     """Torch's `cat` refuses it under autocast to bfloat16; rank 0 alone joins pieces to send."""
     value = torch.arange(30.0).view(6, 5).half()

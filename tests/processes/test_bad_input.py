@@ -96,6 +96,14 @@ def test_what_one_rank_refuses_all_refuse(processes, name, kind, text):
         assert text in failure.message
 
 
+@pytest.mark.parametrize("name", ["index", "index_put", "index_add", "index_copy"])
+def test_a_rank_without_entries_refuses_too(processes, name):
+    """Its kernel has nothing to look up, and does not look at the index."""
+    for failure in failures(processes, programs.refused_but_on_rank_3, name):
+        assert failure is not None
+        assert "out of bounds" in failure.message
+
+
 def test_ranks_outside_the_mesh_run_the_same_program(processes):
     """With empty tensors, and random numbers that stay in step."""
     results = processes(programs.mesh_of_two_ranks, timeout_s=30)

@@ -13,8 +13,9 @@ has changed (Note [Snapshots follow] in dtensor.snapshots).
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -286,6 +287,24 @@ def differing_axes(layouts: Sequence[Layout]) -> tuple[int, ...]:
     """The axes along which ranks hold different values of one of the tensors."""
     axes = range(layouts[0].grid.num_axes) if layouts else ()
     return tuple(a for a in axes if any(not x.placements[a].is_replicate() for x in layouts))
+
+
+def emptying_axes(layouts: Sequence[Layout]) -> tuple[int, ...]:
+    """The axes along which some ranks hold no entry of one of the tensors, and others do.
+
+    A kernel without entries may not look at its other operands, and does not refuse them.
+    """
+    return tuple(sorted({axis for layout in layouts for axis in _emptying_axes(layout)}))
+
+
+def _emptying_axes(layout: Layout) -> Iterator[int]:
+    if layout.symbolic or 0 in layout.shape:
+        return
+    for dim in range(layout.ndim):
+        axes = layout.axes_of(dim)
+        along = [range(n) if a in axes else (0,) for a, n in enumerate(layout.grid.shape)]
+        if axes and any(not layout._box(place)[1][dim] for place in itertools.product(*along)):
+            yield from axes
 
 
 def check_partials(placements: Sequence[Placement]) -> None:

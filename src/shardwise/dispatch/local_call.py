@@ -3,8 +3,9 @@
 Note [Ops that refuse values]
 An index out of range, a probability above one, a division by zero: where ranks hold different
 values, one rank may raise alone, and the others would wait for it in the next collective. So the
-ranks agree (`comm.agreement.raise_together`). Not on CUDA, where torch asserts on the device, nor
-in compiled code, which does not read values.
+ranks agree (`comm.agreement.raise_together`). So they do where all see the same values, but some
+have no entries, for which a kernel does not look at them. Not on CUDA, where torch asserts on the
+device, nor in compiled code, which does not read values.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from shardwise._torch.schema import BINDINGS, OpOverload, is_composite
 from shardwise.comm.agreement import raise_together
 from shardwise.comm.watch import because, watch
 from shardwise.core.autocast import is_cast_before, without_autocast
-from shardwise.core.layout import Layout, differing_axes
+from shardwise.core.layout import Layout, differing_axes, emptying_axes
 from shardwise.core.mesh import Coordinate
 from shardwise.core.strides import same_stride
 from shardwise.dispatch.catalog import copies_view
@@ -312,7 +313,8 @@ def refused_alike(
         return call
     if op in DIVISIONS and any(x.dtype.is_floating_point or x.dtype.is_complex for x in inputs):
         return call
-    grid, axes = inputs[0].grid, differing_axes(inputs[REFUSED[op]])
+    grid = inputs[0].grid
+    axes = tuple(sorted({*differing_axes(inputs[REFUSED[op]]), *emptying_axes(inputs)}))
     if not axes:
         return call  # all ranks see the same values
 
