@@ -159,3 +159,16 @@ def test_the_mean_of_no_losses_is_no_number(mesh, placement):
         assert whole(found.detach()).isnan()
         found.backward()
         assert scores.grad.shape == (0, 3)
+
+
+def test_a_mask_without_dims_meets_a_partial(mesh):
+    x, values = (
+        shardwise.DTensor.from_local(torch.tensor(1.0), mesh, [Partial()]),
+        torch.tensor(3.0),
+    )
+    total = whole(x)
+    for mask in (True, False):
+        found = torch.masked_scatter(
+            x, distribute_tensor(torch.tensor(mask), mesh, [Replicate()]), values
+        )
+        assert whole(found) == (values if mask else total)

@@ -100,7 +100,7 @@ def _may_apply(fits: Callable[[Any], bool], operand: Any) -> bool:
         return fits(operand)
     if operand.device.type != "cpu" or not has_values(operand):
         return True
-    return all(fits(part) for part in parts_of(operand))
+    return all(fits(part.item()) for part in parts_of(operand))
 
 
 def _is_watched(arg: Any, fits: Callable[[Any], bool]) -> bool:
