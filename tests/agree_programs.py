@@ -86,6 +86,19 @@ def fail_alone():
         return f"{type(error).__name__}: {error}"
 
 
+def distribute(what):
+    """One rank's tensor is another, where all ranks get their shards from the first."""
+    mesh = shardwise.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    guilty = dist.get_rank() == GUILTY
+    size = 4 if guilty and what == "shape" else 8
+    dtype = torch.float64 if guilty and what == "dtype" else torch.float32
+    try:
+        with agree(every="collective"):
+            shardwise.distribute_tensor(torch.ones(8, size, dtype=dtype), mesh, [Shard(0)])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def fail_together():
     try:
         with agree():

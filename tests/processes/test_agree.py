@@ -36,6 +36,18 @@ def test_a_mistake_of_one_rank_is_found_after_the_step(processes, mistake):
     check(processes(programs.train, mistake, 2), mistake)
 
 
+@pytest.mark.parametrize(
+    ("what", "said"), [("shape", "Layout((8, 4), torch.float32"), ("dtype", "torch.float64")]
+)
+def test_another_tensor_is_found_before_it_is_sent(processes, what, said):
+    heard = set(processes(programs.distribute, what))
+    assert len(heard) == 1
+    text = heard.pop()
+    assert "ranks 0-1, 3: distribute_tensor as Layout((8, 8), torch.float32, [S(0)]" in text
+    assert f"rank 2: distribute_tensor as Layout((8, {4 if what == 'shape' else 8}), " in text
+    assert said in text
+
+
 def test_ranks_that_agree(processes):
     for every in ("collective", "step", 2):
         assert processes(programs.train, None, every) == [None] * 4

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch.autograd import current_transform, outside_transforms
 from shardwise.comm import collectives
-from shardwise.comm.watch import because
+from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout, contiguous_stride, make_layout, normalize
 from shardwise.core.mesh import Grid, current_mesh, grid_of
 from shardwise.core.placements import REPLICATE, Placement, Replicate, Shard, short
@@ -98,6 +98,8 @@ def distribute_tensor(
     local = localize(grid, tensor.detach().to(grid.device_type))
     dense = own_stride(tensor)
     layout = make_layout(grid, (REPLICATE,) * grid.num_axes, tensor.shape, dense, tensor.dtype)
+    if watch.record is not None:
+        watch.record(f"distribute_tensor as {layout.with_placements(normal)!r}")
     if src_data_rank is not None:
         with because("distribute_tensor", implicit=False):
             local, layout = _sent_out(local, layout, normal, src_data_rank)
