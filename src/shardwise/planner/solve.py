@@ -18,6 +18,7 @@ import numpy as np
 from shardwise.errors import LayoutError
 from shardwise.planner.bound import Bound, Bounds
 from shardwise.planner.exact import ExactProblem, find_highs
+from shardwise.planner.filling import Filler
 from shardwise.planner.local_search import Search
 from shardwise.planner.packing import Packing, packed
 from shardwise.planner.problem import Assignment, Problem
@@ -32,6 +33,8 @@ _KICK_TABLES = 20_000
 _FIRST, _QUICK_PAIRS = 4, 500
 #: Plans that are kicked in turn, and how often without success.
 _POOL, _FAILED = 4, 30
+#: Partial fillings that are kept, and costs that are tried, from the wanted one to the best so far.
+_WIDTH, _SHARES = 300, (0.0, 0.5, 0.8)
 
 
 class NoPlanFits(LayoutError):
@@ -91,7 +94,7 @@ class _Run:
     ) -> None:
         self.problem, self.seconds, self.tell = problem, seconds, tell
         self.start = time.process_time()
-        self.bounds = Bounds(problem)
+        self.bounds, self.filler = Bounds(problem), Filler(problem)
         self.best: Assignment | None = None
         self.cost = math.inf
         self.bound_s = 0.0
@@ -154,6 +157,8 @@ def solve(
             "memory."
         )
     solver = "own search"
+    for packing in sorted(packings, key=lambda each: each.highest)[:_POOL]:
+        _refill(run, packing.assignment(), gap)
     highs = find_highs() if exact and not run.close(gap) else None
     for by_host in (True, False):
         wanted = highs is not None and not run.close(gap) and not run.late()
@@ -249,6 +254,21 @@ def _kick(
                 failed[place] = 0
             pool[place] = trial
             run.offer(trial.assignment(), "kicks")
+            if failed[place] == 0:
+                _refill(run, trial.assignment(), gap)
+
+
+def _refill(run: _Run, plan: Assignment, gap: float) -> None:
+    """Place the pieces of a plan anew: within the wanted cost, or one between it and the best."""
+    wanted = run.bound_s * (1 + gap)
+    for share in _SHARES:
+        if run.late() or run.close(gap):
+            return
+        cost = wanted + share * (run.cost - wanted)
+        found = run.filler.refilled(plan, cost, _WIDTH)
+        if found is not None:
+            run.offer(found, "filling")
+            return
 
 
 def _packing_of(assignment: Assignment, cost: float) -> Packing:
