@@ -201,3 +201,19 @@ def test_hosts_first_sees_that_shards_are_whole():
     packing = Packing(problem, 8.0)
     assert packing.fill_hosts(answer.found.chosen, answer.found.ranks)
     assert packing.highest == pytest.approx(7.0)
+
+
+@pytest.mark.skipif(find_highs() is None, reason="highspy is not installed")
+@pytest.mark.parametrize("by_host", [True, False])
+def test_idle_ranks_cost_the_solver_nothing(by_host):
+    # Three tables of at most eight shards cannot use more ranks, so the program has no others.
+    sizes = []
+    for num_ranks in (800, 8_000):
+        problem = make_problem(5, 3, num_ranks, per_host=8, capacity=1e9)
+        everything = [list(range(len(each))) for each in problem.options]
+        model = ExactProblem(problem, everything, 0.0, 100.0, by_host=by_host).model
+        sizes.append((len(model.costs), len(model.entries)))
+        found = solve(problem, gap=1e-6, seconds=10.0)
+        assert found.gap <= 1e-6
+    assert sizes[0] == sizes[1]
+    assert sizes[0][0] < 2_000

@@ -143,7 +143,7 @@ class ExactProblem:
             picks = [self._add(table, choice, *seen) for choice in allowed[table]]
             self.model.row(picks, [1.0] * len(picks), 1.0, 1.0)
         self._limit()
-        for host in range(problem.num_hosts):
+        for host in range(min(hosts_seen, problem.num_hosts)):
             self._cut(host)
 
     def _num_hosts(self, option: Option) -> int:
@@ -218,7 +218,7 @@ class ExactProblem:
         count = num // used.times
         most = min(count, per_host) if option.distinct else count
         least = option.shards.min(0) * used.times / per_host
-        for host in range(problem.num_hosts if num > 1 else min(hosts, problem.num_hosts)):
+        for host in range(hosts):
             used.at[host] = model.column(float(most))
             self._load(host, used.at[host], least)
         columns = list(used.at.values())
@@ -232,7 +232,7 @@ class ExactProblem:
         # Shards may differ by a row or a column: all count as the least, to keep the bound valid.
         least = option.shards.min(0)
         for rank in range(problem.num_ranks):
-            if self._rank_allowed(rank, ranks, hosts, local) or num > 1:
+            if self._rank_allowed(rank, ranks, hosts, local):
                 column = used.at[rank] = model.column(most)
                 self._load(rank, column, least)
         columns = list(used.at.values())
@@ -240,8 +240,8 @@ class ExactProblem:
         if num > 1 and option.scope == HOST and problem.num_hosts > 1:
             per_host = problem.ranks_per_host
             picks = []
-            for host in range(problem.num_hosts):
-                on = [used.at[r] for r in range(host * per_host, (host + 1) * per_host)]
+            for host in range(hosts):
+                on = [used.at[r] for r in used.at if r // per_host == host]
                 picks.append(model.column(1.0))
                 model.row([*on, picks[-1]], [1.0] * len(on) + [-float(num)], -np.inf, 0.0)
             model.row([*picks, used.pick], [1.0] * len(picks) + [-1.0], 0.0, 0.0)
@@ -274,7 +274,8 @@ class ExactProblem:
                     largest[column] = max(largest.get(column, 0.0), value * model.upper[column])
             if kind and sum(largest.values()) <= 1.0:
                 continue  # all of it fits on one rank
-            for columns, values in per_rank:
+            # Ranks that no shard can be on are all alike.
+            for columns, values in {tuple(map(tuple, each)): each for each in per_rank}.values():
                 if kind == 0:
                     model.row([*columns, self.span], [*values, -1.0], -np.inf, 0.0)
                 elif columns:

@@ -285,6 +285,12 @@ def _exact(run: _Run, gap: float, highs: object, packings: list[Packing], by_hos
     wanted = run.cost / (1 + gap)
     allowed = allowed_lists(problem, run.bounds.useful(wanted))
     places = problem.num_hosts if by_host else problem.num_ranks
+    # Ranks are used in order, so the tables cannot use more of them than they have shards.
+    most = [
+        max((problem.options[t][c].num_shards for c in each), default=0)
+        for t, each in enumerate(allowed)
+    ]
+    places = min(places, sum(most))
     size = sum(
         places if problem.options[t][c].shards is not None else 1
         for t, choices in enumerate(allowed)
