@@ -275,7 +275,7 @@ class ExactProblem:
             if kind and sum(largest.values()) <= 1.0:
                 continue  # all of it fits on one rank
             # Ranks that no shard can be on are all alike.
-            for columns, values in {tuple(map(tuple, each)): each for each in per_rank}.values():
+            for columns, values in {(tuple(c), tuple(v)): (c, v) for c, v in per_rank}.values():
                 if kind == 0:
                     model.row([*columns, self.span], [*values, -1.0], -np.inf, 0.0)
                 elif columns:
