@@ -10,6 +10,7 @@ import shardwise
 from shardwise import DTensor, Replicate, Shard
 from shardwise._torch.c10d import default_store
 from shardwise.debug import agree
+from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, Table
 from shardwise.parallel import data_parallel, parallelize_module
 
 GUILTY = 2
@@ -105,6 +106,24 @@ def fail_together():
             raise ValueError("a bad batch")
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
+
+
+def train_on_two_axes(every):
+    """Shards of other sizes on each line of the mesh, and tables with replicas."""
+    mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rank = dist.get_rank()
+    with agree(every=every):
+        layer = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 4))
+        layer = parallelize_module(layer, mesh, {"0": "colwise", "1": "rowwise"})
+        bags = EmbeddingBagCollection([Table("user", 7, 4)], optimizer=SGD(0.1))
+        model = nn.ModuleList([layer, bags.shard(mesh["tp"], "row_wise")])
+        model = data_parallel(model, mesh["dp"])
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            batch = Jagged(["user"], torch.arange(1 + rank), lengths=torch.tensor([1 + rank]))
+            (model[0](torch.ones(1, 8)) + model[1](batch)["user"]).sum().backward()
+            optimizer.step()
 
 
 def run_step(mesh, weights, layers, wrong):

@@ -53,6 +53,12 @@ def test_ranks_that_agree(processes):
         assert processes(programs.train, None, every) == [None] * 4
 
 
+@pytest.mark.parametrize("every", ["collective", "step"])
+def test_ranks_of_two_axes_agree(processes, every):
+    """Along one of them, what the lines of the mesh send may differ in size."""
+    assert processes(programs.train_on_two_axes, every) == [None] * 4
+
+
 @pytest.mark.parametrize("mistake", programs.PARTING)
 def test_a_mistake_after_which_no_step_ends(mistake):
     """Ranks that fail, or wait in vain, compare what they ran since the last step."""

@@ -359,19 +359,22 @@ class agree:
         return record_and_move
 
     def _recording_start(self, kind: str, start: Callable[..., Any]) -> Callable[..., Any]:
-        # What ranks send each other in an exchange may differ in length.
+        # What ranks send each other in an exchange may differ in length. Along one of several mesh
+        # axes all sizes may: those of uneven shards, and of rows that each line looked up.
         lengths_differ = kind == "all_to_all_single"
+        lines, num_ranks = self._world.lines, self._world.size
 
         def record_and_start(x: torch.Tensor, *rest: Any, **out: Any) -> torch.Tensor:
             if self._within:
                 return start(x, *rest, **out)
             part, cause = (x if type(x) is torch.Tensor else one_part(x)), watch.cause
             why = None if cause is None else cause.op
-            key: list[Any]
-            if lengths_differ:
-                key = [kind, part.dtype, part.shape[1:], rest[-1:], why]
+            group_name = rest[-1]
+            if group_name in lines and len(lines[group_name][0]) < num_ranks:
+                shape: Any = (...,) * part.dim()
             else:
-                key = [kind, part.dtype, part.shape, rest, why]
+                shape = part.shape[1:] if lengths_differ else part.shape
+            key = [kind, part.dtype, shape, rest[-1:] if lengths_differ else rest, why]
             self._add(key, lambda: self._collective_text(*key))
             if not self._every:
                 self._compare("a collective", wait=True)
@@ -382,7 +385,7 @@ class agree:
     def _collective_text(self, kind: str, dtype: Any, shape: Any, rest: Any, cause: Any) -> str:
         *options, group_name = rest
         axis = self._world.axis_names.get(group_name)
-        of = f"{dtype} of shape {list(shape)}"
+        of = f"{dtype} of shape [{', '.join('?' if n is ... else str(n) for n in shape)}]"
         words = [kind, f"of {of}", *(f"with {option}" for option in options)]
         words += [f"along {axis!r}"] if axis is not None else []
         words += [f"for {cause}"] if cause is not None else []
