@@ -22,6 +22,7 @@ from torch import nn
 import shardwise
 from shardwise import LocalTensor, UnsupportedError
 from shardwise.errors import ArgumentError, LayoutError, PathError, PlanError, WorldError
+from shardwise.parallel import data_parallel, fully_shard
 from shardwise.shard import (
     ShardedOptimizer,
     ShardedTensor,
@@ -145,6 +146,26 @@ def test_training(world, plan, make):
     train_sharded(model, make(model.parameters()), batches)
     for name, expected in parameters_of(alone).items():
         torch.testing.assert_close(whole(model.get_parameter(name)), expected)
+
+
+@pytest.mark.parametrize("door", [data_parallel, fully_shard], ids=lambda door: door.__name__)
+def test_the_rest_of_the_module_is_data_parallel(world, plan, door):
+    """Whatever the order of the ranks that hold shards, the front door leaves these alone."""
+    model = Towers()
+    alone = copy.deepcopy(model)
+    shard_module(model, plan)
+    door(model, shardwise.init_device_mesh("cpu", (4,)))
+    batches, make = [batch(step) for step in range(3)], OPTIMIZERS["SGD"]
+    train_alone(alone, make, batches)
+    optimizer = make(model.parameters())
+    for users, items in batches:
+        optimizer.zero_grad()
+        model(users, items).square().mean().backward()
+        optimizer.step()
+    for name, expected in parameters_of(alone).items():
+        found = model.get_parameter(name).detach()
+        found = found.full_tensor().agreed() if isinstance(found, shardwise.DTensor) else found
+        torch.testing.assert_close(found, expected)
 
 
 def test_the_wrapper_trains_alike_and_its_state_moves_to_another_plan(world):

@@ -79,7 +79,8 @@ def reduction_of(parameter: torch.Tensor, declared: Sequence[DataAxes]) -> Reduc
         grid = parameter._layout.grid
         along, lacking = each.axes.meet(grid)
         if each.partials:
-            sums += [(grid, k) for k in along if parameter.placements[k].is_replicate()]
+            placed = parameter._layout.placements
+            sums += [(grid, k) for k in along if placed[k].is_replicate()]
         whole = len(lacking) == len(each.axes.axes)
         means += each.axes.collectives() if whole else [(each.axes.grid, a) for a in lacking]
     # A rank that did not use the parameter cannot know whether another rank's gradient is Partial:

@@ -65,7 +65,7 @@ def can_shard(parameter: torch.Tensor, place: ShardAxes) -> bool:
     if not isinstance(parameter, DTensor):
         return True
     along = axes_along(place, parameter._layout.grid)
-    return all(parameter.placements[axis].is_replicate() for axis in along)
+    return all(parameter._layout.placements[axis].is_replicate() for axis in along)
 
 
 def make_buffers(found: list[Member], place: ShardAxes) -> list[FlatBuffer]:
