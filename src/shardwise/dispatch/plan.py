@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from shardwise._torch.autograd import count_versions
 from shardwise._torch.schema import OpOverload
 from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout, make_layout
@@ -37,7 +36,7 @@ from shardwise.redistribute.execute import prepare
 from shardwise.redistribute.moves import Run
 from shardwise.redistribute.search import find_steps
 from shardwise.redistribute.steps import Step
-from shardwise.simulation.parts import LENT, parts_of
+from shardwise.simulation.parts import parts_of
 from shardwise.simulation.ranks import my_coordinate, no_values
 
 aten = torch.ops.aten
@@ -370,14 +369,7 @@ def _counts_write(grid: Grid, written: Sequence[int], returns: bool) -> Callable
         grid.num_writes += 1
         tensor = args[first]
         if grid.lends:
-            # As `count_on_lent` does nearly always; its call would cost as much as counting.
-            if type(result) is _Tensor and result.__dict__.get(LENT) == ():
-                try:
-                    count_versions((result,))
-                except RuntimeError:  # an inference tensor has no counter
-                    return tensor
-            else:
-                count_on_lent(tensor)
+            count_on_lent(tensor)
             if others:
                 for position in others:
                     count_on_lent(args[position])
