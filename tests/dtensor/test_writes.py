@@ -504,6 +504,14 @@ def test_a_number_of_another_dtype_is_cast(square, placements, index):
     assert torch.equal(value(x), plain)
 
 
+@pytest.mark.parametrize("reduce_op", ["sum", "avg", "product", "max", "min"])
+def test_a_tensor_does_not_fill_what_is_expanded(mesh, reduce_op):
+    """One device refuses it too, though it takes a number."""
+    x = shardwise.DTensor.from_local(torch.ones(1), mesh, [Partial(reduce_op)]).expand(2)
+    with pytest.raises(shardwise.UnsupportedError, match="one entry stands for all"):
+        x[:] = torch.tensor(3.0)
+
+
 def test_results_are_not_expanded_whatever_a_shape_function_says(mesh, monkeypatch):
     def keeps_strides(x, *_):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

@@ -218,8 +218,10 @@ def check_writable(op: Any, layout: Layout) -> None:
         )
 
 
-#: These give every entry the same value, so they may write to expanded tensors.
-_FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
+#: torch lets these write to expanded tensors: they give every entry the same number.
+_FILLS = frozenset({aten.fill_.Scalar, aten.zero_.default})
+#: These write without reading what is there.
+_OVERWRITES = _FILLS | {aten.fill_.Tensor, aten.copy_.default}
 
 
 def _check_own_entries(op: Any, layout: Layout) -> None:
@@ -242,7 +244,7 @@ def check_written_once(op: Any, layout: Layout) -> None:
 
     One device reads such an entry again after it has written it.
     """
-    if layout.symbolic or op in _FILLS or op is aten.copy_.default:
+    if layout.symbolic or op in _OVERWRITES:
         return
     reach = 0
     for stride, size in sorted(zip(layout.stride, layout.shape, strict=True)):
