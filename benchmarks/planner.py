@@ -140,7 +140,7 @@ def _mean(values: list[float]) -> float:
 
 
 def large() -> None:
-    from shardwise.lookup.table import Table
+    from shardwise.lookup.tiling import Table
     from shardwise.planner import plan, workload
 
     for number, ranks, hosts, memory in ((856, 128, 16, 40e9), (10_000, 1_000, 125, 40e9)):

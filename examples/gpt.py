@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from worlds import say, world
 
 import shardwise
-from shardwise.demo.language import LENGTH, TENSOR_PLAN, LanguageModel, python_text
+from shardwise.demo.tasks import LENGTH, TENSOR_PLAN, LanguageModel, python_text
 from shardwise.parallel import parallelize_module
 
 

@@ -13,7 +13,7 @@ from shardwise import Partial, Replicate, Shard, parallel
 from shardwise._torch.c10d import group_timeout
 from shardwise.checkpoint import Checkpoints, load, save, save_async
 from shardwise.checkpoint.crew import current_crew
-from shardwise.core import code_version
+from shardwise.core import encode
 from shardwise.core.mesh import grid_of
 from shardwise.embedding import EmbeddingBagCollection, Table
 from shardwise.parallel import parallelize_module
@@ -58,7 +58,7 @@ def parallelize_where_one_rank_is_mistaken():
 def parallelize_by_different_code(package):
     """One rank runs the code in another folder."""
     if dist.get_rank() == 1:
-        code_version.PACKAGE = package
+        encode.PACKAGE = package
     mesh = shardwise.init_device_mesh("cpu", (dist.get_world_size(),))
     parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": "colwise"})
 

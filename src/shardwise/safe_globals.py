@@ -37,7 +37,7 @@ def register_with_torch() -> None:
 
 
 def _know_state_dicts(module: ModuleType) -> None:
-    from shardwise.interop.state_dicts import install
+    from shardwise.interop.dtensors import install
 
     install(module)
 

@@ -93,7 +93,7 @@ FEATURES = {
     "torch.library._register_effectful_op": "lambda: check_place('a sharded module', '')",
 }
 _FEATURES = f"""{_TENSOR}
-from shardwise.effects.ordering import check_place
+from shardwise.effects import check_place
 attend = torch.nn.functional.scaled_dot_product_attention
 q = shardwise.ones(2, 2, 4, 4, device_mesh=mesh, placements=[Shard(0)])
 assert attend(q, q, q).shape == q.shape

@@ -6,7 +6,7 @@ import zlib
 import hypothesis
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.write import BLOCK_BYTES, Sums, block_sum
+from shardwise.checkpoint.safetensors import BLOCK_BYTES, Sums, block_sum
 
 
 def by_hand(data):

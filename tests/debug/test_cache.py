@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import shardwise
 from shardwise import Replicate, Shard
 from shardwise.debug import CacheStats, cache_stats
-from shardwise.dispatch import plan_cache
+from shardwise.dispatch import plan
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
@@ -67,7 +67,7 @@ def test_counts_outlive_a_world():
 
 
 def test_a_full_cache_is_emptied(mesh, monkeypatch):
-    monkeypatch.setattr(plan_cache, "_MAX_ENTRIES", 4)
+    monkeypatch.setattr(plan, "_MAX_ENTRIES", 4)
     x = lay(torch.ones(12), mesh, [Shard(0)])
     sizes = []
     before = cache_stats()

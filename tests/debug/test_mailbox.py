@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from shardwise.debug.mailbox import make_mailbox, open_mailbox
+from shardwise.debug.first_difference import make_mailbox, open_mailbox
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="of Linux")
 
@@ -33,7 +33,7 @@ def test_a_message_that_is_half_written_is_not_there_yet():
 def test_another_process_writes():
     mine = make_mailbox()
     program = f"""
-from shardwise.debug.mailbox import open_mailbox
+from shardwise.debug.first_difference import open_mailbox
 open_mailbox({mine.address!r}).put(7, 1234, True)
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -7,8 +7,8 @@ import torch
 from rich.console import Console
 
 from shardwise.demo.data import SIZES, ClickLog, read_clicks
-from shardwise.demo.recommender import MIXED_PLAN, Recommending
 from shardwise.demo.run import Options, run_demo
+from shardwise.demo.tasks import MIXED_PLAN, Recommending
 from shardwise.demo.training import largest_difference, train_alone, train_simulated
 
 

@@ -9,8 +9,8 @@ from shardwise import Replicate, Shard
 from shardwise.debug import CommDebugMode
 from shardwise.errors import RedistributionError
 from shardwise.ops.nn import context_attention
-from shardwise.ops.nn.attention_tiles import AttentionKernel
 from shardwise.ops.nn.context_attention import AxisGroup
+from shardwise.ops.nn.context_tiles import AttentionKernel
 
 SEQUENCE = [Shard(2)]
 

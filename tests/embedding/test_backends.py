@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from shardwise.embedding import SGD, Adagrad, Adam, Query, RowUpdate, RowWiseAdagrad, Runs
 from shardwise.embedding.stacks import states_like
 from shardwise.errors import ArgumentError
-from shardwise.lookup.backends import by_row
+from shardwise.lookup.backends import torch_kernels
 from shardwise.lookup.backends import torch_kernels as module
 from shardwise.lookup.backends.registry import make_backend
 
@@ -77,7 +77,7 @@ def test_updates(monkeypatch, name, optimizer, weighted, pooled, product, at_a_t
     backend, asked = backend_or_skip(name), query(weighted, pooled)
     monkeypatch.setattr(module, "_ROWS_PER_ID", product)
     monkeypatch.setattr(module, "_CHUNK_NUMBERS", 8)
-    monkeypatch.setattr(by_row, "_PART_IDS", at_a_time)
+    monkeypatch.setattr(torch_kernels, "_PART_IDS", at_a_time)
     weight, grad = torch.randn(10, 4), torch.randn(asked.num_bags, 4)
     expected = weight.clone()
     _, of_weight = by_hand(weight, asked, grad)
@@ -131,7 +131,7 @@ def test_a_query_of_nothing(optimizer):
 
 def test_tables_are_sorted_one_after_another(monkeypatch):
     """With a part for each table; every row once, in order, with the bags that looked it up."""
-    monkeypatch.setattr(by_row, "_PART_IDS", 1)
+    monkeypatch.setattr(torch_kernels, "_PART_IDS", 1)
     asked = query()
     [(*_, at_once)] = _sorted(query(runs=False))
     parts = _sorted(asked)
@@ -146,11 +146,11 @@ def test_tables_are_sorted_one_after_another(monkeypatch):
 
 
 def _sorted(asked):
-    return [(p.first_row, p.last_row, p.by_row(asked)) for p in by_row.in_parts(asked, 10)]
+    return [(p.first_row, p.last_row, p.by_row(asked)) for p in torch_kernels.in_parts(asked, 10)]
 
 
 def test_a_table_with_several_features_is_in_one_part(monkeypatch):
-    monkeypatch.setattr(by_row, "_PART_IDS", 1)
+    monkeypatch.setattr(torch_kernels, "_PART_IDS", 1)
     runs = Runs(np.array([[1, 1, 1]]), np.array([0, 0, 5]), np.array([5, 5, 5]))
     lengths = torch.tensor([2, 1, 1], dtype=torch.int32)
     asked = Query(torch.tensor([1, 2, 1, 7], dtype=torch.int32), lengths, None, runs)

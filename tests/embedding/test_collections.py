@@ -24,11 +24,12 @@ from shardwise.embedding import (
     Jagged,
     RowWiseAdagrad,
     Table,
-    init_tables,
+    stacks,
 )
 from shardwise.errors import ArgumentError
-from shardwise.lookup import messages, order
-from shardwise.lookup.backends import by_row
+from shardwise.lookup import ids as lookup_ids
+from shardwise.lookup import messages
+from shardwise.lookup.backends import torch_kernels
 
 pytestmark = pytest.mark.slow
 every_plan = pytest.mark.parametrize("plan", cases.PLANS.values(), ids=cases.PLANS)
@@ -500,7 +501,7 @@ def test_existing_weights_are_kept(mesh, plan):
 @every_plan
 def test_tables_on_meta_get_the_values_of_one_device(mesh, plan, monkeypatch):
     """Some rows at a time, and each rank those that it owns."""
-    monkeypatch.setattr(init_tables, "_CHUNK_NUMBERS", 24)
+    monkeypatch.setattr(stacks, "_CHUNK_NUMBERS", 24)
     torch.manual_seed(3)
     alone = EmbeddingBagCollection(cases.TABLES)
     torch.manual_seed(3)
@@ -722,8 +723,8 @@ def test_a_step_makes_as_many_calls_for_many_tables_as_for_few(kind, optimizer, 
     """All calls of Python and C functions, and all ops: forward, backward and update."""
     # Another sort is faster from some number of ids on, and many ids are sorted in parts. Neither
     # grows with tables.
-    monkeypatch.setattr(order, "_HAS_RADIX", False)
-    monkeypatch.setattr(by_row, "_PART_IDS", 1 << 20)
+    monkeypatch.setattr(lookup_ids, "_HAS_RADIX", False)
+    monkeypatch.setattr(torch_kernels, "_PART_IDS", 1 << 20)
     # Multiples of four: a simulated world needs fewer calls for messages of one length.
     numbers = (26, 100, 1000) if kind is None else (28, 100, 1000)
     few, *more = (_calls_of_a_step(num, optimizer(0.1), kind, mesh) for num in numbers)

@@ -14,9 +14,8 @@ from compiled_cases import SIZES, Reader, Recommender, compiled, pairs, train
 from found_again import assert_found_again
 from torch.testing import assert_close
 
-from shardwise import LocalTensor
+from shardwise import LocalTensor, effects
 from shardwise.debug import CommDebugMode
-from shardwise.effects import effect_op
 from shardwise.embedding import SGD, Adam, Jagged, RowWiseAdagrad
 from shardwise.errors import IdRangeError
 
@@ -201,12 +200,12 @@ def test_what_is_kept_for_backward_goes_with_the_graph():
     fast, _ = compiled(model)
     batch = batches(0)[0]
     loss = fast(*batch)
-    assert len(effect_op._kept) == 1
+    assert len(effects._kept) == 1
     loss.backward()
-    assert not effect_op._kept
+    assert not effects._kept
     del loss
     fast(*batch)
-    assert not effect_op._kept
+    assert not effects._kept
     for without in (torch.no_grad, torch.inference_mode):
         with without():
             assert_close(fast(*batch), model(*batch))

@@ -15,8 +15,7 @@ if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() 
 
 from shardwise.kernels import update  # noqa: E402
 from shardwise.lookup.backends.backend import Query  # noqa: E402  (after the check for Triton)
-from shardwise.lookup.backends.by_row import products_of_rows  # noqa: E402
-from shardwise.lookup.backends.torch_kernels import TorchBackend  # noqa: E402
+from shardwise.lookup.backends.torch_kernels import TorchBackend, products_of_rows  # noqa: E402
 from shardwise.lookup.backends.triton_kernels import TritonBackend  # noqa: E402
 from shardwise.lookup.optimizers import SGD, Adagrad, Adam, RowUpdate, RowWiseAdagrad  # noqa: E402
 

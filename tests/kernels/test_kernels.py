@@ -15,7 +15,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs Triton, and a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from shardwise.kernels import lookup, sample_grads, update  # noqa: E402  (after the check for Triton)
+from shardwise.kernels import lookup, update  # noqa: E402  (after the check for Triton)
 from shardwise.kernels.tables import IdBags, OutputRows, TableSet, one_after_another, side_by_side  # noqa: E402
 from shardwise.kernels.update import add_gradients  # noqa: E402
 
@@ -31,7 +31,7 @@ def small_limits(monkeypatch):
     """Bags and segments are split early, so that small inputs reach every path."""
     monkeypatch.setattr(lookup, "LONG", 8)
     monkeypatch.setattr(update, "SPAN", 8)
-    monkeypatch.setattr(sample_grads, "SPAN", 8)
+    monkeypatch.setattr(lookup, "SPAN", 8)
 
 
 @pytest.fixture(autouse=True)
@@ -252,7 +252,7 @@ def test_weights_of_samples_get_their_gradient(long):
     tables, rows, out, _ = look_up(batch, "sum", weights)
     grad = torch.randn_like(out)
     expected.backward(grad.double())
-    found = sample_grads.per_sample_weight_grads(tables, batch.bags(rows), grad.flatten())
+    found = lookup.per_sample_weight_grads(tables, batch.bags(rows), grad.flatten())
     assert_close(found.double(), leaf.grad, rtol=1e-5, atol=1e-5)
 
 

@@ -13,8 +13,7 @@ if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
     pytest.skip("needs Triton and a GPU", allow_module_level=True)
 
 from shardwise.kernels import lookup
-from shardwise.kernels.lookup import pooled_lookup, row_lookup
-from shardwise.kernels.sample_grads import per_sample_weight_grads
+from shardwise.kernels.lookup import per_sample_weight_grads, pooled_lookup, row_lookup
 from shardwise.kernels.tables import IdBags, TableSet, first_bags, side_by_side
 from shardwise.kernels.update import update
 

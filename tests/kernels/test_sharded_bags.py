@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import shardwise
 from shardwise import Replicate, Shard
-from shardwise.ops.lookup import fused_bags
+from shardwise.ops.lookup import bag_shape
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED):
@@ -41,16 +41,16 @@ def fused(monkeypatch):
     monkeypatch.setattr(lookup, "LONG", 8)
     monkeypatch.setattr(update, "SPAN", 8)
     if INTERPRETED:
-        monkeypatch.setattr(fused_bags, "take_grad", lambda x: x.dtype in fused_bags.DTYPES)
+        monkeypatch.setattr(bag_shape, "take_grad", lambda x: x.dtype in bag_shape.DTYPES)
     asked = []
     for name in ("sums", "largest", "table_grad", "row_grads", "sample_grad"):
-        real = getattr(fused_bags, name)
+        real = getattr(bag_shape, name)
 
         def counted(*args, name=name, real=real):
             asked.append(name)
             return real(*args)
 
-        monkeypatch.setattr(fused_bags, name, counted)
+        monkeypatch.setattr(bag_shape, name, counted)
     return asked
 
 

@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
+from shardwise import launch as jobs
 from shardwise.errors import LaunchError, LayoutError, ShardwiseError
-from shardwise.launch import job as jobs
-from shardwise.launch.job import Failed, Job, Message
+from shardwise.launch import Failed, Job, Message
 from shardwise.preload import warm_up
 
 

@@ -10,7 +10,7 @@ from shardwise import LocalTensor
 from shardwise.comm import collectives
 from shardwise.core.mesh import grid_of
 from shardwise.lookup.exchange import on_host, route
-from shardwise.lookup.order import distinct, places_of_runs, segment_sums
+from shardwise.lookup.ids import distinct, places_of_runs, segment_sums
 
 
 @given(st.lists(st.integers(0, 30)))

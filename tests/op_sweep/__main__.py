@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.testing.alone import full_name
+from shardwise.testing.compare import full_name
 from shardwise.testing.workers import answer, part_of_several
 from tests.op_sweep import report
 from tests.op_sweep.play import Compiler, play_compiled, play_operator

@@ -9,14 +9,22 @@ from typing import Any
 
 import torch
 
-from shardwise._torch.pytree import tree_map
+from shardwise._torch.functions import tree_map
 from shardwise.dtensor.autograd import gradient_layout
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
 from shardwise.testing import cases
-from shardwise.testing.alone import Alone, OpCall, copied, doubled, placed
 from shardwise.testing.cases import compare_states
-from shardwise.testing.compare import compare, gathered, same
+from shardwise.testing.compare import (
+    Alone,
+    OpCall,
+    compare,
+    copied,
+    doubled,
+    gathered,
+    placed,
+    same,
+)
 
 
 class VariantsAlone(Alone):

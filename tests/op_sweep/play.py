@@ -21,11 +21,19 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise._torch.dynamo import reset
-from shardwise._torch.pytree import tree_map
+from shardwise._torch.functions import tree_map
 from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.simulation.world import simulate
-from shardwise.testing.alone import OpCall, copied, full_name, gradients, outcome_of, placed
-from shardwise.testing.compare import brief, compare
+from shardwise.testing.compare import (
+    OpCall,
+    brief,
+    compare,
+    copied,
+    full_name,
+    gradients,
+    outcome_of,
+    placed,
+)
 from shardwise.testing.layouts import OperandLayouts, laid_out
 from tests.op_sweep.cases import Cases, VariantsAlone
 from tests.op_sweep.report import KINDS, OpResult

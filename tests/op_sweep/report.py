@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shardwise._torch.compat import VERSION
-from shardwise.testing.alone import full_name
+from shardwise.testing.compare import full_name
 from shardwise.testing.workers import Lost, serve_all
 from tests.op_sweep.table import operators
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwise.testing.alone import OpCall, full_name, tensors_of
+from shardwise.testing.compare import OpCall, full_name, tensors_of
 from tests.op_sweep.ways import Pick, evenly
 
 _TABLE = "torch.testing._internal.common_methods_invocations"

@@ -10,8 +10,8 @@ from torch._guards import TracingContext
 from shardwise import DTensor, Partial, Replicate, Shard, init_device_mesh, simulate
 from shardwise.dispatch import catalog
 from shardwise.dispatch.rule import Choice, Rule
-from shardwise.testing.alone import OpCall, outcome_of
-from shardwise.testing.doors import reading, repeats_memory
+from shardwise.testing.cases import reading, repeats_memory
+from shardwise.testing.compare import OpCall, outcome_of
 from shardwise.testing.layouts import OperandLayouts, laid_out
 from tests.op_sweep import report
 from tests.op_sweep.__main__ import main

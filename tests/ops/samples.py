@@ -12,11 +12,11 @@ from samples_product import product_samples
 from samples_recurrent import RECURRENT_KERNELS, recurrent_samples
 
 from shardwise import Replicate, Shard
-from shardwise.dispatch.schema import positional
+from shardwise.dispatch.catalog import positional
+from shardwise.ops import random
 from shardwise.ops.lookup import bag_grads, bag_rules, embedding, embedding_rules, largest_bags
 from shardwise.ops.math import matmul
 from shardwise.ops.nn import batch_norm, loss
-from shardwise.ops.random import draws
 from shardwise.testing import Sample
 
 aten = torch.ops.aten
@@ -387,7 +387,7 @@ def _random() -> list[Sample]:
         Sample(aten._dirichlet_grad.default, (chances, 1 + chances, 6 + chances)),
         Sample(aten.binomial.default, (t(4, 6).abs().ceil(), chances)),
         Sample(aten.multinomial.default, (chances, 3)),
-        Sample(draws.rrelu_slopes, (x, 0.1, 0.3)),
+        Sample(random.rrelu_slopes, (x, 0.1, 0.3)),
     ]
     for packet, overload, args in (
         (aten.rand_like, "generator", ()),

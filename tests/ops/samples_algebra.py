@@ -5,7 +5,7 @@ Matrices are well-conditioned, so that a difference is a mistake and not roundin
 
 import torch
 
-from shardwise.dispatch.schema import positional
+from shardwise.dispatch.catalog import positional
 from shardwise.testing import Sample
 
 aten = torch.ops.aten

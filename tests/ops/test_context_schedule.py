@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.core.sizes import lengths
-from shardwise.ops.nn.context_schedule import schedule, spans, tiles
+from shardwise.ops.nn.context_tiles import schedule, spans, tiles
 
 
 def split(size, num, sizes=None):

@@ -17,12 +17,11 @@ from samples import (
 )
 
 from shardwise import DTensor, Partial, Replicate, Shard
-from shardwise.dispatch.catalog import CATALOG, find_rule
+from shardwise.dispatch.catalog import CATALOG, find_rule, functional_twin, plain_op
 from shardwise.dispatch.rule import Choice, Rule, merge, table
-from shardwise.dispatch.schema import functional_twin, plain_op
+from shardwise.ops import random
 from shardwise.ops.math.pointwise import pointwise_rule
 from shardwise.ops.math.whole import GATHERED
-from shardwise.ops.random import draws
 from shardwise.testing import Sample, check_doors, check_rule, missing_choices
 from shardwise.testing.rule_check import DOOR_MESHES
 
@@ -58,7 +57,7 @@ def test_results_are_right_through_doors(number):
 def test_no_useful_choice_is_missing(sample):
     if plain_op(sample.op) in GATHERED:
         pytest.skip("the op runs whole on purpose")
-    if sample.op in draws.RULES:
+    if sample.op in random.RULES:
         pytest.skip("parts that draw one after another are no world in which each rank draws")
     if plain_op(sample.op) in UNCHECKED_KERNELS:
         pytest.skip("the kernel crashes on operands that do not fit, or has too many of them")

@@ -5,7 +5,7 @@ import re
 import agree_programs as programs
 import pytest
 
-from shardwise.comm.lost import GRACE_S
+from shardwise.comm.collectives import GRACE_S
 from shardwise.launch import launch
 
 pytestmark = pytest.mark.processes

@@ -8,8 +8,9 @@ import checkpoint_programs as programs
 import pytest
 
 import shardwise
+from shardwise import launch as jobs
 from shardwise.checkpoint import Checkpoints, inspect, verify
-from shardwise.launch import PRELOADED, job, launch
+from shardwise.launch import PRELOADED, launch
 
 pytestmark = pytest.mark.processes
 
@@ -112,7 +113,7 @@ def test_ranks_skip_a_damaged_checkpoint_together(processes, tmp_path):
 
 def test_a_rank_is_done_when_its_saves_are(tmp_path, monkeypatch):
     """Even if that takes longer than the launcher gives processes to end."""
-    monkeypatch.setattr(job, "GRACE_S", 0.3)
+    monkeypatch.setattr(jobs, "GRACE_S", 0.3)
     assert launch(programs.end_during_a_save, 2, tmp_path / "saved", 2, False) == [0, 1]
     assert verify(tmp_path / "saved").ok
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from shardwise.cli.explain import explain_step
 from shardwise.errors import ArgumentError
 from shardwise.report import Case, Mesh
-from shardwise.report.memory import RankMemory
+from shardwise.report.step import RankMemory
 from shardwise.report.tables import memory_table
 
 

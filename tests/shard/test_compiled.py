@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import DTensor, LocalTensor, Shard
+from shardwise import DTensor, LocalTensor, Shard, effects
 from shardwise.debug import CommDebugMode
-from shardwise.effects import effect_op
 from shardwise.ops.lookup.row_sparse import RowSparse
 from shardwise.shard import ShardingPlan, shard_module, shard_tensor
 
@@ -185,9 +184,9 @@ def test_what_is_kept_for_backward_goes_with_the_graph(world):
     shard_module(model, ShardingPlan({"weight": chunks(0, 0, 1, 2, 3)}))
     fast, ids = compiled(model)[0], ids_of(5)
     assert_as_eager(model, fast, ids)
-    assert not effect_op._kept
+    assert not effects._kept
     out, counts = fast(ids).sum(), []
-    assert len(effect_op._kept) == 1
+    assert len(effects._kept) == 1
     (expected,) = torch.autograd.grad(model(ids).sum(), model.weight)
     for retained in (True, False):
         with CommDebugMode() as comm:
@@ -195,9 +194,9 @@ def test_what_is_kept_for_backward_goes_with_the_graph(world):
         counts.append(comm.get_total_counts())
         assert torch.equal(grad.full_tensor().agreed(), expected.full_tensor().agreed())
     assert counts == [1, 1]
-    assert not effect_op._kept
+    assert not effects._kept
     fast(ids)
-    assert not effect_op._kept
+    assert not effects._kept
 
 
 def test_a_copy_of_what_was_saved_is_refused(world):
@@ -216,7 +215,7 @@ def test_without_gradients(world):
         with without():
             out = fast(ids)
             assert torch.equal(out.on_rank(1), model(ids).on_rank(1))
-            assert not effect_op._kept
+            assert not effects._kept
 
 
 def test_a_plain_output_is_local_already(world):

@@ -14,8 +14,7 @@ from shardwise.testing.steps.__main__ import main
 from shardwise.testing.steps.case import Door, StepCase, prove, training_of
 from shardwise.testing.steps.draw import MESHES, draw_cases
 from shardwise.testing.steps.models import KINDS
-from shardwise.testing.training import TrainingOutcome, play, play_alone
-from shardwise.testing.verdict import judge
+from shardwise.testing.training import TrainingOutcome, judge, play, play_alone
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""torch's dispatcher: wrapper subclasses, dispatch keys, modes, and which op has which kernel."""
+"""torch's dispatcher: wrapper subclasses, keys, modes, kernels, and ops as objects."""
 
 from __future__ import annotations
 
@@ -130,7 +130,9 @@ active_modes: Callable[[], list[Any]] = _names.find(
 
 
 def probe() -> Probe:
-    return _names.probe(_dispatches, "ops on DTensors are not planned")
+    return _names.probe(
+        lambda: _dispatches() and _is_known(), "ops on DTensors are not recognised, or not planned"
+    )
 
 
 def _dispatches() -> bool:
@@ -152,3 +154,61 @@ def _dispatches() -> bool:
         torch.neg(x)
     kernels = has_kernel("aten::mm") and has_kernel_for_key("aten::mm", "AutocastCPU")
     return kernels and [func for func, _ in seen] == [torch.ops.aten.neg.default]
+
+
+# -- schema --------------------------------------------------------------------------------------
+# Ops as objects: their types, decompositions, and faster bindings.
+
+
+_NO_PLANS = "calls of DTensors cannot be planned"
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
+    from torch._prims_common import is_contiguous_or_false as is_contiguous_or_false
+    from torch._prims_common import suggest_memory_format as suggest_memory_format
+else:
+    OpOverload = _names.find("torch._ops.OpOverload", _NO_PLANS)
+    OpOverloadPacket = _names.find("torch._ops.OpOverloadPacket", "register_rule() fails")
+    is_contiguous_or_false = _names.find(
+        "torch._prims_common.is_contiguous_or_false", "DTensors with symbolic sizes fail"
+    )
+    suggest_memory_format = _names.find(
+        "torch._prims_common.suggest_memory_format", "convolutions of DTensors fail"
+    )
+
+#: Torch's Python decompositions, by op; takes most of a second to import.
+decompositions: Callable[[], dict[Any, Callable[..., Any]]] = _names.later(
+    "torch._decomp.decomposition_table", "ops without a rule that torch could decompose fail"
+)
+
+_SLOWER = "local ops take longer"
+#: Where torch keeps the Python bindings of ops, by the name of the op.
+BINDINGS = tuple(
+    home
+    for name in ("_VariableFunctions", "_nn", "TensorBase")
+    if (home := _names.find(f"torch._C.{name}", _SLOWER, instead=None)) is not None
+)
+
+_meta_key: Any = _names.make("DispatchKey", "torch._C", _NO_PLANS, lambda key: key.Meta)
+
+
+def has_python_meta(op: OpOverload) -> bool:
+    """Whether torch infers the op's shapes in Python, which imports its compiler."""
+    return _meta_key in op.py_kernels
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Whether torch implements an op by other ops, below Python."""
+    return has_kernel_for_key(op.name(), "CompositeImplicitAutograd")
+
+
+def _is_known() -> bool:
+    mm, linear, x = torch.ops.aten.mm.default, torch.ops.aten.linear.default, torch.empty(2, 3)
+    kinds = isinstance(mm, OpOverload) and isinstance(torch.ops.aten.mm, OpOverloadPacket)
+    composite = is_composite(linear) and not is_composite(mm)
+    formats = is_contiguous_or_false(x) and suggest_memory_format(x) is torch.contiguous_format
+    quick = any(hasattr(home, "mm") for home in BINDINGS)
+    return (
+        kinds and composite and formats and quick and torch.ops.aten.t.default in decompositions()
+    )

@@ -1,9 +1,9 @@
-"""Private functions of torch on tensors and modules."""
+"""Private functions of torch on tensors, modules and nested arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -81,7 +81,9 @@ def others_watch_steps(optimizer: Any) -> bool:
 
 
 def probe() -> Probe:
-    return _names.probe(_compute, "some functions on DTensors and sharded modules fail")
+    return _names.probe(
+        lambda: _compute() and _walks(), "some functions on DTensors and sharded modules fail"
+    )
 
 
 def _compute() -> bool:
@@ -102,3 +104,32 @@ def _compute() -> bool:
         and parsed
         and isinstance(nn.BatchNorm1d(2), BatchStatistics)
     )
+
+
+# -- pytree --------------------------------------------------------------------------------------
+# torch's pytree functions, for nested arguments.
+
+
+if TYPE_CHECKING:
+    from torch.utils._pytree import tree_flatten as tree_flatten
+    from torch.utils._pytree import tree_iter as tree_iter
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_map_only as tree_map_only
+    from torch.utils._pytree import tree_unflatten as tree_unflatten
+else:
+    _WITHOUT = "ops that take or return lists of tensors cannot be planned"
+    tree_flatten = _names.find("torch.utils._pytree.tree_flatten", _WITHOUT)
+    tree_iter = _names.find("torch.utils._pytree.tree_iter", _WITHOUT)
+    tree_leaves = _names.find("torch.utils._pytree.tree_leaves", _WITHOUT)
+    tree_map = _names.find("torch.utils._pytree.tree_map", _WITHOUT)
+    tree_map_only = _names.find("torch.utils._pytree.tree_map_only", _WITHOUT)
+    tree_unflatten = _names.find("torch.utils._pytree.tree_unflatten", _WITHOUT)
+
+
+def _walks() -> bool:
+    nested = [1, (2, {"a": 3})]
+    leaves, spec = tree_flatten(nested)
+    doubled = tree_map_only(int, lambda x: 2 * x, nested)
+    same = tree_unflatten(leaves, spec) == tree_map(lambda x: x, nested) == nested
+    return same and list(tree_iter(doubled)) == tree_leaves(doubled) == [2, 4, 6]

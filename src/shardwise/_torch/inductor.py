@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise._torch.compat import Names, Probe
-from shardwise._torch.pytree import tree_map
+from shardwise._torch.functions import tree_map
 
 _names = Names()
 _WITHOUT = "torch.compile with inductor fails on sharded modules and collections"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwise._torch.c10d import group_timeout
 from shardwise.comm.agreement import Fault, joint_error
-from shardwise.comm.lost import doing_now, is_lost, lost, what_ranks_did
+from shardwise.comm.collectives import doing_now, is_lost, lost, what_ranks_did
 from shardwise.core.world import World, current_world
 from shardwise.errors import CheckpointError, CollectiveError, ShardwiseError
 
@@ -111,7 +111,7 @@ _DOING = {
     "saving": "saves",
     "loading": "loads",
     "series": "looks at the checkpoints of a folder",
-    "report": "verifies",
+    "read": "verifies",
 }
 
 

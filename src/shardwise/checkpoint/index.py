@@ -21,6 +21,7 @@ import torch
 
 from shardwise.checkpoint.claim import halves
 from shardwise.checkpoint.safetensors import (
+    BLOCK_BYTES,
     DTYPES,
     bounded_json,
     dtype_name,
@@ -31,11 +32,10 @@ from shardwise.checkpoint.safetensors import (
     unreadable,
 )
 from shardwise.checkpoint.tree import Node, check_node
-from shardwise.checkpoint.write import BLOCK_BYTES
 from shardwise.core.box import Box, why_not_tiled
 from shardwise.errors import CheckpointError
 
-#: In format 1, the state of optimizers has positions for keys; see `checkpoint.optimizers`.
+#: In format 1, the state of optimizers has positions for keys; see `checkpoint.tree`.
 FORMAT = "shardwise checkpoint 2"
 READ_FORMATS = ("shardwise checkpoint 1", FORMAT)
 INDEX_NAME = "model.safetensors.index.json"

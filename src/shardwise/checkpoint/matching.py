@@ -12,26 +12,24 @@ from torch import nn
 
 from shardwise.checkpoint.crew import Crew
 from shardwise.checkpoint.index import Index, SavedTensor
-from shardwise.checkpoint.optimizers import (
-    Fit,
-    OwnParameter,
-    SavedOptimizer,
-    fit,
-    is_optimizer,
-    own_parameters,
-    why_not_of,
-)
 from shardwise.checkpoint.pieces import is_partial, pieces_of
 from shardwise.checkpoint.read import ReadRequest
 from shardwise.checkpoint.tree import (
+    Fit,
     Node,
+    OwnParameter,
+    SavedOptimizer,
     children,
     decode,
+    fit,
+    is_optimizer,
     is_stateful,
     is_tensor,
     joined,
     module_state,
+    own_parameters,
     saved_optimizer,
+    why_not_of,
 )
 from shardwise.core.layout import contiguous_stride, make_layout
 from shardwise.core.placements import REPLICATE

@@ -50,12 +50,17 @@ from shardwise.checkpoint.index import (
     read_index,
 )
 from shardwise.checkpoint.pieces import pieces_of, reduced
-from shardwise.checkpoint.safetensors import RESERVED
+from shardwise.checkpoint.safetensors import (
+    RESERVED,
+    TensorFile,
+    buffers_of,
+    sync_folder,
+    write_synced,
+)
 from shardwise.checkpoint.tree import Node, Tree, joined, make_tree, merge
-from shardwise.checkpoint.write import TensorFile, buffers_of, sync_folder, write_synced
 from shardwise.core.box import Box, why_not_tiled
 from shardwise.errors import CheckpointError, CheckpointWarning, printable
-from shardwise.launch.rank import before_done
+from shardwise.launch import before_done
 
 
 @dataclass(frozen=True, slots=True)

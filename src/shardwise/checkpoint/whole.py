@@ -22,8 +22,14 @@ from shardwise.checkpoint.index import (
     read_index,
 )
 from shardwise.checkpoint.read import Reader, ReadRequest
-from shardwise.checkpoint.safetensors import RESERVED
-from shardwise.checkpoint.write import BUFFER_BYTES, TensorFile, bytes_of, sync_folder, write_synced
+from shardwise.checkpoint.safetensors import (
+    BUFFER_BYTES,
+    RESERVED,
+    TensorFile,
+    bytes_of,
+    sync_folder,
+    write_synced,
+)
 from shardwise.core.box import Box
 from shardwise.errors import CheckpointError
 

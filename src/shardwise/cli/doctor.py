@@ -26,9 +26,6 @@ from shardwise._torch import (
     frames,
     functions,
     inductor,
-    opaque,
-    pytree,
-    schema,
     symint,
 )
 from shardwise.cli.console import console
@@ -37,13 +34,10 @@ from shardwise.launch import LOOPBACK, launch
 #: The files of shardwise._torch, but for compat, which is examined as "torch".
 INTERNALS = (
     dispatch,
-    schema,
-    pytree,
-    autograd,
     functions,
+    autograd,
     c10d,
     symint,
-    opaque,
     dynamo,
     effects,
     inductor,

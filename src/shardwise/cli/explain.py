@@ -11,19 +11,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from shardwise._torch.pytree import tree_map
+from shardwise._torch.functions import tree_map
 from shardwise.cli.console import console
 from shardwise.core.world import current_world
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.errors import ArgumentError
 from shardwise.report import Case, Mesh, StepReport, report_step, write_html
 from shardwise.report.case import section_of
-from shardwise.report.memory import optimizer_tensors
-from shardwise.report.step import Collective
+from shardwise.report.step import Collective, optimizer_tensors
 from shardwise.report.tables import memory_table, outputs_table, parameters_table
-from shardwise.simulation.one_rank import play_one_rank
-from shardwise.simulation.world import simulate
-from shardwise.testing.batches import call, loss_of, part_of_batch, per_rank, split_batch
+from shardwise.simulation.world import play_one_rank, simulate
+from shardwise.testing.loop import call, loss_of, part_of_batch, per_rank, split_batch
 
 _OPTIMIZERS = {
     "adamw": torch.optim.AdamW,

@@ -25,7 +25,7 @@ import torch
 from shardwise._torch.compat import VERSION
 from shardwise.comm import collectives
 from shardwise.comm.watch import because
-from shardwise.core.code_version import source_digest
+from shardwise.core.encode import source_digest
 from shardwise.core.mesh import Coordinate, Grid
 from shardwise.errors import CollectiveError, LayoutError, ShardwiseError
 from shardwise.simulation.parts import one_part, parts_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardwise._torch.dispatch import make_wrapper, no_torch_function
-from shardwise._torch.pytree import tree_map_only
+from shardwise._torch.functions import tree_map_only
 from shardwise.simulation.local_tensor import sized_copy
 
 Run = Callable[[torch.Tensor], torch.Tensor]

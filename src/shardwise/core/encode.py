@@ -1,4 +1,4 @@
-"""Placements and meshes as text and numbers, for plan files, compiled code and exported programs.
+"""Placements and meshes as text and numbers, and a digest of this package's code.
 
 Plan files hold a placement as text. An op in a graph takes numbers and strings: placements are
 encoded as numbers, which the compiler can trace, and a mesh as a string.
@@ -6,8 +6,11 @@ encoded as numbers, which the compiler can trace, and a mesh as a string.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -149,3 +152,20 @@ def decode_grid(encoded: Any) -> Grid:
     """The grid of the current world that `encode_grid` encoded."""
     device_type, shape, ranks, names = encoded
     return grid_like(device_type, tuple(shape), tuple(ranks), names and tuple(names))
+
+
+# -- code version --------------------------------------------------------------------------------
+# A digest of this package's code, which tells versions apart in caches and between ranks.
+
+
+#: The folder of this package's code.
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@functools.cache
+def source_digest() -> str:
+    """A digest of the names and contents of this package's files."""
+    digest = hashlib.sha256()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        digest.update(f"{file.relative_to(PACKAGE)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]

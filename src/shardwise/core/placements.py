@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from shardwise._torch.opaque import IS_OLD_COMPILER, ValueBase, register_value
+from shardwise._torch.dynamo import IS_OLD_COMPILER, ValueBase, register_value
 from shardwise.errors import ArgumentError, LayoutError
 
 _Class = TypeVar("_Class", bound=type)

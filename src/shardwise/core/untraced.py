@@ -1,4 +1,4 @@
-"""Keeping torch.compile's bytecode tracer out of this package.
+"""Keeping torch.compile's bytecode tracer and torch.autocast out of this package.
 
 Inside a compiled graph this package is traced below Python, op by op. But where a graph breaks (in
 `step` of torch's optimizers, at `backward()`), dynamo would try to compile every Python frame that
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardwise._torch.dispatch import OpOverload, autocast_off, has_kernel_for_key, is_autocast
 from shardwise._torch.dynamo import break_graph, leave_untraced
 from shardwise.errors import UnsupportedError
 
@@ -94,3 +95,33 @@ class _NotAgain(UntracedFunction):
             "create_graph=True, and a second derivative goes through it. Compute the penalty from "
             "later tensors, or detach() the gradient."
         )
+
+
+# -- autocast ------------------------------------------------------------------------------------
+# Keeping torch.autocast away from local tensors.
+#
+# Autocast has run when a call arrives at a DTensor, and planning relies on the dtypes that it
+# chose. Torch ops that run on local tensors after that, in local functions and around collectives,
+# must not be cast a second time.
+
+
+def is_cast_before(op: OpOverload) -> bool:
+    """Whether autocast has a kernel for this op on every device.
+
+    Then that has run before the op arrives at a DTensor, and autocast is off inside the op.
+    """
+    return all(has_kernel_for_key(op.name(), key) for key in ("AutocastCPU", "AutocastCUDA"))
+
+
+def without_autocast(fn: _Fn) -> _Fn:
+    """`fn`, whose torch ops are not cast."""
+
+    @functools.wraps(fn, assigned=("__name__", "__qualname__", "__doc__"), updated=())
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if is_autocast():
+            with autocast_off():
+                return fn(*args, **kwargs)
+        # Most calls are positional, and passing no keywords is cheaper than an empty dict.
+        return fn(*args, **kwargs) if kwargs else fn(*args)
+
+    return run  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Worlds: the set of ranks, real or simulated, that a mesh and its tensors belong to.
+"""Worlds: the set of ranks that a mesh and its tensors belong to, and what each rank is doing.
 
 Note [Worlds come and go]
 A process may initialise torch.distributed, destroy it and initialise it again, and simulated
@@ -10,19 +10,23 @@ new world.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.nn.functional  # noqa: F401
+
+from shardwise._torch.c10d import default_store
+from shardwise.errors import WorldError
 
 # Its functions have the default group of the moment of import as an argument's default, and any
 # optimizer imports it: late, that keeps the group alive. See `_let_go_of_groups`.
-import torch.distributed.nn.functional  # noqa: F401
 
-from shardwise.errors import WorldError
 
 _epochs = itertools.count(1)
 
@@ -167,3 +171,38 @@ def in_simulated_world() -> bool:
 
 # As torch.compiler.assume_constant_result does, which would import the compiler.
 in_simulated_world._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# -- doing ---------------------------------------------------------------------------------------
+# What each rank is doing, written to the store of the rendezvous.
+#
+# For ranks whose collective failed: the group cannot be used any more, but the store can.
+
+
+_EVERY_S = 0.02
+
+
+def _key(topic: str, rank: int) -> str:
+    return f"shardwise/{topic}/{rank}"
+
+
+def tell(text: str, topic: str = "doing") -> None:
+    """Write what this rank does; what it wrote first stays."""
+    with contextlib.suppress(RuntimeError):  # the store may be gone as well
+        default_store().compare_set(_key(topic, dist.get_rank()), "", text)
+
+
+def heard(num_ranks: int, wait_s: float, topic: str = "doing") -> dict[int, str]:
+    """What each rank has written; waits so long for those that have not."""
+    said: dict[int, str] = {}
+    until_s = time.monotonic() + wait_s
+    with contextlib.suppress(RuntimeError):
+        store = default_store()
+        while True:
+            for rank in range(num_ranks):
+                if rank not in said and store.check([_key(topic, rank)]):
+                    said[rank] = store.get(_key(topic, rank)).decode()
+            if len(said) == num_ranks or time.monotonic() > until_s:
+                break
+            time.sleep(_EVERY_S)
+    return said

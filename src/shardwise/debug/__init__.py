@@ -1,6 +1,6 @@
 """Counting communication, explaining plans, drawing who holds what.
 
-A collective that ran is a `CommEvent`; `traffic` adds them up, groups and shows them, also
+A collective that ran is a `CommEvent`; `Traffic` adds them up, groups and shows them, also
 for `report`.
 """
 

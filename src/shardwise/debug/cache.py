@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.core.mesh import Grid, grid_like, grid_of
 from shardwise.core.world import current_world
-from shardwise.dispatch.plan_cache import cache_counts
+from shardwise.dispatch.plan import cache_counts
 from shardwise.random.draws import compare_generators
 
 

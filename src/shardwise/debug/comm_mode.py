@@ -13,8 +13,16 @@ import torch
 from shardwise._torch.dispatch import TorchDispatchMode
 from shardwise.comm.watch import watch
 from shardwise.core.placements import Placement, short
-from shardwise.debug.events import COUNTED, PACKETS, CommEvent, Places, event_of_call, make_event
-from shardwise.debug.traffic import Traffic, ancestry
+from shardwise.debug.events import (
+    COUNTED,
+    PACKETS,
+    CommEvent,
+    Places,
+    Traffic,
+    ancestry,
+    event_of_call,
+    make_event,
+)
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ShardwiseError
 from shardwise.simulation.collectives import COLLECTIVE

@@ -16,9 +16,8 @@ from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout
 from shardwise.core.placements import short
 from shardwise.debug.comm_mode import CommDebugMode
-from shardwise.debug.events import CommEvent, Place, Places
-from shardwise.debug.traffic import Traffic
-from shardwise.dispatch.plan_cache import Entry
+from shardwise.debug.events import CommEvent, Place, Places, Traffic
+from shardwise.dispatch.plan import Entry
 from shardwise.dispatch.propagate import CallPlan
 from shardwise.dtensor import autograd, tensor
 from shardwise.redistribute.search import cost_s, find_steps

@@ -1,4 +1,4 @@
-"""Whether the journals of the ranks differ, and in which call first; see Note [Journals].
+"""Records of calls, and in which call the journals of the ranks differ first; see Note [Journals].
 
 Ranks exchange digests and accounts through the store in which they met: it works also where a
 collective has failed, and where ranks are in different ones.
@@ -17,14 +17,23 @@ So no rank is more rounds behind than that, and a few slots per rank are enough.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import mmap
+import os
+import stat
+import struct
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from shardwise._torch.c10d import default_store
-from shardwise.core.doing import heard, tell
-from shardwise.debug.mailbox import Mailbox, make_mailbox, open_mailbox
+from shardwise.core.layout import Layout
+from shardwise.core.world import heard, tell
 from shardwise.errors import RankMismatchError
 from shardwise.simulation.roster import spans
 
@@ -210,3 +219,163 @@ def _by_rank(texts: dict[int, str]) -> str:
         f"rank{'s' if len(having) > 1 else ''} {spans(having)}: {text}"
         for text, having in ranks.items()
     )
+
+
+# -- mailbox -------------------------------------------------------------------------------------
+# Mailbox: short messages between the ranks of one host, in memory that they share.
+#
+# To write or read one takes a microsecond, and wakes nobody; a message through the store takes two
+# wake-ups of its thread. Ranks that cannot share memory (on other hosts, in other containers, on
+# other systems than Linux) have no mailbox for each other.
+
+
+#: The number of a message, what it says, and a checksum of both.
+_MESSAGE = struct.Struct("=4q")
+_MAIL_SLOTS = 64
+_NUM_BYTES = _MAIL_SLOTS * _MESSAGE.size
+
+
+class Mailbox:
+    """Numbered messages to one rank; the latest of each slot is kept."""
+
+    def __init__(self, memory: mmap.mmap, address: str = "") -> None:
+        self._memory = memory
+        #: What another process needs to write here.
+        self.address = address
+
+    def put(self, number: int, digest: int, same: int) -> None:
+        """Write message `number`."""
+        at = number % _MAIL_SLOTS * _MESSAGE.size
+        checksum = hash((number, digest, same))
+        _MESSAGE.pack_into(self._memory, at, number, digest, same, checksum)
+
+    def get(self, number: int) -> tuple[int, int] | None:
+        """The message, or None while it is not there, or not all of it."""
+        at = number % _MAIL_SLOTS * _MESSAGE.size
+        *found, checksum = _MESSAGE.unpack_from(self._memory, at)
+        whole = found[0] == number and hash(tuple(found)) == checksum
+        return (found[1], found[2]) if whole else None
+
+
+def make_mailbox() -> Mailbox | None:
+    """A mailbox for this process; None where memory cannot be shared."""
+    try:
+        host = _host()
+        number = os.memfd_create("shardwise-mailbox")
+    except (AttributeError, OSError):
+        return None
+    try:
+        os.ftruncate(number, _NUM_BYTES)
+        memory = mmap.mmap(number, _NUM_BYTES)
+    except OSError:
+        os.close(number)
+        return None
+    return _Own(memory, f"{host} {os.getpid()} {number}", number)
+
+
+def open_mailbox(address: str) -> Mailbox | None:
+    """The mailbox of another process; None where it is out of reach."""
+    try:
+        host, process, number = address.split()
+        if host != _host():
+            return None
+        path = f"/proc/{int(process)}/fd/{int(number)}"
+        opened = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError):
+        return None
+    try:
+        found = os.fstat(opened)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != _NUM_BYTES:
+            return None
+        return Mailbox(mmap.mmap(opened, _NUM_BYTES))
+    except OSError:
+        return None
+    finally:
+        os.close(opened)
+
+
+class _Own(Mailbox):
+    """The descriptor stays open, as others open the memory through it."""
+
+    def __init__(self, memory: mmap.mmap, address: str, number: int) -> None:
+        super().__init__(memory, address)
+        self._number = number
+
+    def __del__(self) -> None:
+        os.close(self._number)
+
+
+def _host() -> str:
+    """Equal in processes that know each other by their process ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
+# -- records -------------------------------------------------------------------------------------
+# Noted: one recorded call of `agree`, and its text; see Note [Journals].
+
+
+class Noted:
+    """One call: its key, its code, what it is, and the line of the program that first made it."""
+
+    __slots__ = ("code", "key", "line", "text")
+
+    def __init__(self, key: list[Any] | None, code: int, text: str, line: str | None) -> None:
+        self.key, self.code, self.text, self.line = key, code, text, line
+
+    def __str__(self) -> str:
+        return f"{self.text} at {self.line}" if self.line is not None else self.text
+
+
+#: Stands for a record where there is none.
+NOTHING = Noted(None, 0, "nothing", None)
+
+
+def code_of(text: str) -> int:
+    hashed = hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8)
+    return int.from_bytes(hashed.digest(), "little", signed=True)
+
+
+#: Types of arguments that are written into a record as they are.
+PLAIN = frozenset(
+    {
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    }
+)
+
+
+def call_text(func: Any, key: Sequence[Any]) -> str:
+    name = str(func) if hasattr(func, "_schema") else func.__qualname__
+    return f"{name}({listed(key[1:])})"
+
+
+def listed(parts: Sequence[Any]) -> str:
+    """The parts of a key as text."""
+    words: list[str] = []
+    before: Any = None
+    for part in parts:
+        if type(part) is int and isinstance(before, Layout):
+            words[-1] += f" ({_which_text(part)})"
+        elif isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str):
+            words.append(f"{part[0]}={listed(part[1:])}")
+        elif isinstance(part, tuple):
+            words.append(f"({listed(part)})")
+        else:
+            words.append(repr(part) if isinstance(part, (str, Layout)) else str(part))
+        before = part
+    return ", ".join(words)
+
+
+def _which_text(number: int) -> str:
+    if number < 0:
+        return f"tensor {-number:,}"
+    return "the last tensor" if number == 1 else f"{number:,} tensors back"

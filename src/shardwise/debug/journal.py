@@ -38,17 +38,22 @@ import torch.distributed as dist
 from shardwise._torch.c10d import group_timeout
 from shardwise._torch.frames import line_outside
 from shardwise.comm import collectives
-from shardwise.comm.lost import GRACE_S, describers, judges, lost
+from shardwise.comm.collectives import GRACE_S, describers, judges, lost
 from shardwise.comm.watch import watch
 from shardwise.core.untraced import untraced
 from shardwise.core.world import World, current_world
 from shardwise.debug.first_difference import (
+    NOTHING,
+    PLAIN,
     Account,
     DigestComparison,
+    Noted,
+    call_text,
+    code_of,
     exchange_accounts,
     first_difference,
+    listed,
 )
-from shardwise.debug.records import NOTHING, PLAIN, Noted, call_text, code_of, listed
 from shardwise.dispatch.wrapped import Wrapped
 from shardwise.dtensor import autograd
 from shardwise.dtensor.tensor import DTensor

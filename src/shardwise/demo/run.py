@@ -17,8 +17,7 @@ from rich.text import Text
 
 from shardwise.demo import training
 from shardwise.demo.data import ClickFile, read_clicks
-from shardwise.demo.language import Writing
-from shardwise.demo.recommender import EXAMPLES_PER_STEP, MIXED_PLAN, Recommending
+from shardwise.demo.tasks import EXAMPLES_PER_STEP, MIXED_PLAN, Recommending, Writing
 from shardwise.demo.training import (
     Keeping,
     Task,

@@ -26,7 +26,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError
 from shardwise.launch import Note, launch
 from shardwise.report import Mesh, StepReport, report_step
-from shardwise.report.memory import optimizer_tensors
+from shardwise.report.step import optimizer_tensors
 from shardwise.simulation.parts import agreed, on_rank
 from shardwise.simulation.world import simulate
 

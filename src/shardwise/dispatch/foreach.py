@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from shardwise._torch.autograd import count_versions
-from shardwise._torch.schema import OpOverload
+from shardwise._torch.dispatch import OpOverload
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Partial
-from shardwise.dispatch.plan import wraps_all
-from shardwise.dispatch.plan_cache import Entry
+from shardwise.dispatch.plan import Entry, wraps_all
 from shardwise.dispatch.propagate import CallPlan
 from shardwise.dispatch.wrapped import Wrapped, count_on_lent
 

@@ -16,20 +16,18 @@ from typing import Any
 
 import torch
 
-from shardwise._torch.dispatch import outside_modes
-from shardwise._torch.pytree import tree_leaves, tree_map, tree_map_only
-from shardwise._torch.schema import (
+from shardwise._torch.dispatch import (
     OpOverload,
     has_python_meta,
     is_contiguous_or_false,
+    outside_modes,
 )
+from shardwise._torch.functions import tree_leaves, tree_map, tree_map_only
 from shardwise._torch.symint import detect_fake_mode
 from shardwise.core.layout import Layout, contiguous_stride
-from shardwise.core.shapes import SHAPES
 from shardwise.core.sizes import noted
-from shardwise.core.strides import iterated_stride
-from shardwise.dispatch.kernel_strides import ASKED, with_kernel_strides
 from shardwise.dispatch.rule import Rule, TensorMeta
+from shardwise.dispatch.shapes import ASKED, SHAPES, iterated_stride, with_kernel_strides
 from shardwise.errors import ShardwiseError, UnsupportedError
 
 #: Ops whose results are views of the operand, unknown to autograd and to their schemas.

@@ -16,19 +16,23 @@ from typing import Any
 
 import torch
 
-from shardwise._torch.dispatch import TorchDispatchMode, outside_modes
-from shardwise._torch.schema import BINDINGS, OpOverload, is_composite
+from shardwise._torch.dispatch import (
+    BINDINGS,
+    OpOverload,
+    TorchDispatchMode,
+    is_composite,
+    outside_modes,
+)
 from shardwise.comm.agreement import raise_together
 from shardwise.comm.watch import because, watch
-from shardwise.core.autocast import is_cast_before, without_autocast
 from shardwise.core.layout import Layout, differing_axes, emptying_axes
 from shardwise.core.mesh import Coordinate
-from shardwise.core.strides import same_stride
-from shardwise.dispatch.catalog import copies_view
+from shardwise.core.untraced import is_cast_before, without_autocast
+from shardwise.dispatch.catalog import Positional, copies_view, functional_twin, in_order
 from shardwise.dispatch.infer import faked
 from shardwise.dispatch.propagate import CallPlan
 from shardwise.dispatch.rule import TensorMeta
-from shardwise.dispatch.schema import Positional, functional_twin, in_order
+from shardwise.dispatch.shapes import same_stride
 from shardwise.dispatch.strict import forbid_sent
 from shardwise.lookup.ids import has_values
 from shardwise.redistribute.execute import in_memory_order

@@ -1,4 +1,4 @@
-"""make_entry: plans an op call, given the layouts of its tensors.
+"""make_entry: plans an op call, given the layouts of its tensors; Entry: the plan, in a cache.
 
 Note [Factors of a Partial]
 Infinity times a sum is infinite, but times its terms it may be NaN: a term may be zero, or have the
@@ -9,25 +9,31 @@ ones are not read: such a product is NaN where one device's is infinite.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from shardwise._torch.schema import OpOverload
+from shardwise._torch.dispatch import OpOverload
 from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE
 from shardwise.core.sizes import unrecorded
-from shardwise.dispatch.catalog import find_rule, written_inputs
+from shardwise.core.world import world_caches
+from shardwise.dispatch.catalog import (
+    find_rule,
+    functional_twin,
+    plain_op,
+    rule_caches,
+    written_inputs,
+)
 from shardwise.dispatch.infer import outputs_of
 from shardwise.dispatch.local_call import fastest, local_call
-from shardwise.dispatch.plan_cache import Entry
 from shardwise.dispatch.propagate import CallPlan, propagate, unsupported
 from shardwise.dispatch.rule import Call, TensorMeta
-from shardwise.dispatch.schema import functional_twin, plain_op
 from shardwise.dispatch.strict import forbid_move
 from shardwise.dispatch.wrapped import count_on_lent, is_partial, reduced_layout, reduced_once
 from shardwise.errors import LayoutError, UnsupportedError
@@ -406,3 +412,86 @@ def wraps_all(outputs: Sequence[Layout], shape: Any = None) -> Callable[..., Any
         return wrapped if isinstance(result, list) else tuple(wrapped)
 
     return finish
+
+
+# -- plan cache ----------------------------------------------------------------------------------
+# Entry: a planned call; and the cache of entries.
+
+
+class Entry:
+    """A planned call. `out` is the layout of a single output; otherwise `finish` wraps."""
+
+    __slots__ = ("call", "finish", "hits", "move", "out", "plan")
+
+    def __init__(self, plan: CallPlan) -> None:
+        self.plan = plan
+        self.hits = 0
+        #: Redistributes the local operands as planned; None when nothing moves.
+        self.move: Callable[[list[Any], Sequence[Any]], None] | None = None
+        #: Runs on local operands.
+        self.call: Callable[..., Any] = plan.op
+        self.out: Layout | None = None
+        #: From the local result and the call's arguments to the result of the call.
+        self.finish: Callable[[Any, Sequence[Any], Callable[..., Any]], Any] | None = None
+
+
+#: (op, layouts and static arguments) -> Entry. Emptied when full, and when a world comes or goes.
+entries: dict[Any, Entry] = {}
+_MAX_ENTRIES = 8192
+#: Keys of in-place calls whose result has another layout: they make a new tensor, and copy it back.
+_write_backs: set[Any] = set()
+#: Hits of dropped entries, and all misses; see cache_counts.
+_past_hits, _misses = 0, 0
+
+
+def _forget_entries() -> None:
+    global _past_hits
+    _past_hits += sum(entry.hits for entry in entries.values())
+    entries.clear()
+    _write_backs.clear()
+
+
+world_caches.append(_forget_entries)
+rule_caches.append(_forget_entries)
+
+
+def cache_counts() -> tuple[int, int, int, int]:
+    """Hits and misses of this process so far, entries now, and how many there may be."""
+    hits = _past_hits + sum(entry.hits for entry in entries.values())
+    return hits, _misses, len(entries), _MAX_ENTRIES
+
+
+def add_entry(key: list[Any], entry: Entry) -> None:
+    """Count a miss, and keep its entry unless it has symbolic sizes."""
+    global _misses
+    _misses += 1
+    plan = entry.plan
+    if any(layout.symbolic for layout in (*plan.inputs, *plan.outputs)):
+        return
+    if len(entries) >= _MAX_ENTRIES:
+        _forget_entries()
+    with contextlib.suppress(TypeError):  # a symbolic int has no hash
+        entries[tuple(key)] = entry
+
+
+def known_entry(key: list[Any]) -> Entry | None:
+    """What `add_entry` kept under this key."""
+    try:
+        return entries.get(tuple(key))
+    except TypeError:
+        return None
+
+
+def add_write_back(key: list[Any]) -> None:
+    """Record that the in-place call of this key makes a new tensor and copies it back."""
+    if len(_write_backs) < _MAX_ENTRIES:
+        with contextlib.suppress(TypeError):
+            _write_backs.add(tuple(key))
+
+
+def is_write_back(key: list[Any]) -> bool:
+    """Whether `add_write_back` was called for this key."""
+    try:
+        return tuple(key) in _write_backs
+    except TypeError:
+        return False

@@ -32,8 +32,13 @@ from shardwise._torch.dispatch import (
     return_and_correct_aliasing,
     without_torch_function,
 )
-from shardwise.core.code_version import source_digest
-from shardwise.core.encode import decode_mesh, decode_placements, encode_mesh, encode_placements
+from shardwise.core.encode import (
+    decode_mesh,
+    decode_placements,
+    encode_mesh,
+    encode_placements,
+    source_digest,
+)
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.mesh import Coordinate, Grid, current_mesh
 from shardwise.core.placements import Placement, Shard

@@ -20,9 +20,9 @@ from shardwise.core.layout import (
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import Placement, Shard
 from shardwise.core.sizes import Size
-from shardwise.core.strides import same_stride
 from shardwise.core.untraced import UntracedFunction
 from shardwise.core.world import world_caches
+from shardwise.dispatch.shapes import same_stride
 from shardwise.dispatch.strict import forbid_move
 from shardwise.dispatch.wrapped import Wrapped
 from shardwise.dtensor import autograd

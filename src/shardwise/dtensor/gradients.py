@@ -13,10 +13,10 @@ import torch
 from shardwise._torch.autograd import users_hooks
 from shardwise.comm import collectives
 from shardwise.comm.watch import because
-from shardwise.core.autocast import without_autocast
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE, Partial, Placement
+from shardwise.core.untraced import without_autocast
 from shardwise.dispatch.wrapped import recall, reduced_layout
 from shardwise.errors import UnsupportedError
 from shardwise.simulation.ranks import each_rank, split_row

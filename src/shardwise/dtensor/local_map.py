@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise._torch.pytree import tree_flatten, tree_unflatten
+from shardwise._torch.functions import tree_flatten, tree_unflatten
 from shardwise.core.encode import encode_mesh
 from shardwise.core.layout import Layout, normalize
 from shardwise.core.mesh import Grid, grid_of

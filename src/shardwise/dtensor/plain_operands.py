@@ -30,7 +30,7 @@ from shardwise.comm.watch import because, watch
 from shardwise.core.mesh import Grid
 from shardwise.core.sizes import surely_equal
 from shardwise.core.untraced import untraced
-from shardwise.dispatch.plan_cache import Entry
+from shardwise.dispatch.plan import Entry
 from shardwise.dispatch.wrapped import Wrapped
 from shardwise.dtensor import autograd
 from shardwise.errors import MixedTensorsError

@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 
-from shardwise._torch.dispatch import undispatched
-from shardwise._torch.schema import OpOverload, is_composite
+from shardwise._torch.dispatch import OpOverload, is_composite, undispatched
 from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout
 from shardwise.core.sizes import noted, settle_ones
-from shardwise.core.strides import same_stride
 from shardwise.dispatch.catalog import (
+    Positional,
     changes_shape,
     find_rule,
+    functional_twin,
     is_view,
+    plain_op,
     written_inputs,
     written_twin,
 )
@@ -36,24 +37,23 @@ from shardwise.dispatch.infer import (
     infer_outputs,
 )
 from shardwise.dispatch.inplace import (
+    TensorByKeyword,
     check_overlaps,
     compares_memory,
     entry_of_call,
     watch_overlaps,
 )
-from shardwise.dispatch.kernel_strides import ASKED
 from shardwise.dispatch.local_call import has_other_strides, is_memory_of, restrided, unaliased
-from shardwise.dispatch.out_args import TensorByKeyword
-from shardwise.dispatch.plan import check_written_once
-from shardwise.dispatch.plan_cache import (
+from shardwise.dispatch.plan import (
     Entry,
     add_entry,
     add_write_back,
+    check_written_once,
     is_write_back,
     known_entry,
 )
 from shardwise.dispatch.propagate import unsupported
-from shardwise.dispatch.schema import Positional, functional_twin, plain_op
+from shardwise.dispatch.shapes import ASKED, same_stride
 from shardwise.dispatch.wrapped import Wrapped, as_layouts
 from shardwise.dtensor.fallback import (
     decomposition_of,

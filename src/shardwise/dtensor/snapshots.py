@@ -28,8 +28,7 @@ import torch
 
 from shardwise._torch.autograd import current_node
 from shardwise.core.layout import Layout
-from shardwise.dispatch.plan import Path, at_path, tensor_paths
-from shardwise.dispatch.plan_cache import Entry
+from shardwise.dispatch.plan import Entry, Path, at_path, tensor_paths
 from shardwise.errors import UnsupportedError
 from shardwise.simulation.parts import parts_of, per_rank
 

@@ -39,8 +39,8 @@ from shardwise.core.mesh import current_mesh, grid_of
 from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.sizes import noted, unrecorded
 from shardwise.core.untraced import breaks_graph, untraced
-from shardwise.dispatch.out_args import TensorByKeyword, run_by_keyword
-from shardwise.dispatch.plan_cache import Entry, entries
+from shardwise.dispatch.inplace import TensorByKeyword, run_by_keyword
+from shardwise.dispatch.plan import Entry, entries
 from shardwise.dispatch.wrapped import Wrapped, as_layouts, lend
 from shardwise.dtensor import autograd, compile, conversion, pickling, snapshots
 from shardwise.dtensor.autograd import (

@@ -13,7 +13,7 @@ from shardwise.lookup.optimizers import SGD as SGD  # public without being in __
 from shardwise.lookup.optimizers import Adagrad as Adagrad
 from shardwise.lookup.optimizers import Adam as Adam
 from shardwise.lookup.optimizers import FusedOptimizer, RowUpdate, RowWiseAdagrad
-from shardwise.lookup.table import Table
+from shardwise.lookup.tiling import Table
 
 __all__ = [
     "Backend",

@@ -17,11 +17,10 @@ from shardwise.comm.agreement import Fault
 from shardwise.core.mesh import Grid
 from shardwise.embedding.jagged import Jagged
 from shardwise.errors import ArgumentError, BatchError, IdRangeError, ShardwiseError
-from shardwise.lookup.bags import FeatureBags
-from shardwise.lookup.exchange import ranks_present
+from shardwise.lookup.exchange import FeatureBags, ranks_present
 from shardwise.lookup.prefetch import OutsideBatch, PrefetchedBatch
 from shardwise.lookup.routing import Route
-from shardwise.lookup.table import Features
+from shardwise.lookup.tiling import Features
 from shardwise.simulation.parts import is_per_rank, parts_of
 from shardwise.simulation.ranks import part_per_rank
 

@@ -30,12 +30,18 @@ from shardwise.embedding.compile import (
     num_bags_in_graph,
 )
 from shardwise.embedding.in_backward import InBackward
-from shardwise.embedding.init_tables import draw_tables, generator_of_first_rank
 from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.lookup import CollectionEngine, run_lookup
 from shardwise.embedding.plan import Entry, Plan, check_exchange_dtype, describe
-from shardwise.embedding.stacks import Stacks, shard_of, whole_of
-from shardwise.embedding.watched import Watched, WriteCount
+from shardwise.embedding.stacks import (
+    Stacks,
+    Watched,
+    WriteCount,
+    draw_tables,
+    generator_of_first_rank,
+    shard_of,
+    whole_of,
+)
 from shardwise.errors import ArgumentError, BatchError, LayoutError, ShardwiseError
 from shardwise.lookup.backends.backend import Backend
 from shardwise.lookup.backends.registry import is_fused, make_backend
@@ -43,8 +49,7 @@ from shardwise.lookup.optimizers import FusedOptimizer
 from shardwise.lookup.prefetch import OutsideBatch, PrefetchedBatch, PrefetchQueue
 from shardwise.lookup.routing import Route
 from shardwise.lookup.scratch import Scratch
-from shardwise.lookup.table import Table, checked_tables
-from shardwise.lookup.tiling import TableTiling
+from shardwise.lookup.tiling import Table, TableTiling, checked_tables
 from shardwise.simulation.parts import agreed
 from shardwise.simulation.ranks import localize, present
 

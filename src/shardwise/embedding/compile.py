@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.core.code_version import source_digest
-from shardwise.core.encode import decode_grid, encode_grid
+from shardwise.core.encode import decode_grid, encode_grid, source_digest
 from shardwise.core.mesh import Grid
 from shardwise.core.untraced import untraced
-from shardwise.effects.effect_op import EffectOp
+from shardwise.effects import EffectOp
 from shardwise.embedding.jagged import Jagged
 from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.simulation.local_tensor import collective_handlers

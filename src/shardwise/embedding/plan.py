@@ -34,9 +34,8 @@ import torch
 from shardwise.core.sizes import lengths
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.lookup.routing import Route, rows_are_fewer
-from shardwise.lookup.table import Table
-from shardwise.lookup.tiling import TableSplit, TableTiling, make_tiling
-from shardwise.plans.files import read_plan_with, write_plan_file
+from shardwise.lookup.tiling import Table, TableSplit, TableTiling, make_tiling
+from shardwise.plans import read_plan_with, write_plan_file
 
 FORMAT = "shardwise embedding plan 1"
 

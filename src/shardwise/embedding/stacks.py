@@ -1,11 +1,15 @@
-"""The weights of a collection: flat stacks, and the tables' parameters as views of them."""
+"""The weights of a collection: flat stacks, initial values, and the tables' parameters as views."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from shardwise._torch.autograd import VersionSource
+from shardwise.comm import collectives
+from shardwise.comm.watch import because
 from shardwise.core.layout import Layout, contiguous_stride, make_layout
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE, Placement, Shard
@@ -14,7 +18,7 @@ from shardwise.lookup.exchange import places_together, ranks_present
 from shardwise.lookup.scratch import table_memory
 from shardwise.lookup.tiling import TableShard, TableTiling
 from shardwise.simulation.parts import agreed
-from shardwise.simulation.ranks import no_values, one_tensor, part_per_rank
+from shardwise.simulation.ranks import localize, no_values, one_tensor, part_per_rank
 
 
 class Stacks:
@@ -185,3 +189,103 @@ def states_like(stacks: Stacks, names: Mapping[str, bool]) -> list[list[dict[str
             per_stack.append(state)
         found.append(per_stack)
     return found
+
+
+# -- init tables ---------------------------------------------------------------------------------
+# Initial values of tables.
+
+
+#: Numbers drawn at a time: 16 MB.
+_CHUNK_NUMBERS = 1 << 22
+
+
+def draw_tables(stacks: Stacks, generator: torch.Generator | None = None) -> None:
+    """Draw a table of n rows uniformly between -1/√n and 1/√n.
+
+    Every rank draws all rows, some at a time, and keeps those that it owns: the values are those of
+    one device, and no rank needs memory for more than its shard.
+    """
+    device = stacks.device if generator is None else generator.device
+    for number, table in enumerate(stacks.tiling.tables):
+        bound = table.num_embeddings**-0.5
+        step = max(1, _CHUNK_NUMBERS // table.embedding_dim)
+        for first in range(0, table.num_embeddings, step):
+            shape = (min(step, table.num_embeddings - first), table.embedding_dim)
+            rows = torch.empty(shape, dtype=stacks.dtype, device=device)
+            rows.uniform_(-bound, bound, generator=generator)
+            stacks.fill_rows(number, first, rows)
+
+
+def generator_of_first_rank(grid: Grid) -> torch.Generator:
+    """A generator with the state of the first rank's default one, which is left as it is."""
+    state = torch.default_generator.get_state().to(grid.device_type)
+    with because("state of the random numbers", implicit=False):
+        state = agreed(collectives.broadcast(localize(grid, state), 0, grid, 0))
+    return torch.Generator().set_state(state.cpu())
+
+
+# -- watched -------------------------------------------------------------------------------------
+# The parameters of many tables: was one replaced, and how often were they written to.
+#
+# Both are answered by counting, so that a step need not look at each of them.
+
+
+class Watched(dict[str, Any]):
+    """A dict of a module's parameters or submodules.
+
+    Modules, and all that replaces parameters in them, write to these dicts. While the count stays,
+    every parameter is the one that was there before.
+
+    >>> parameters, before = Watched(weight=1), Watched.num_changes
+    >>> parameters["weight"] = 2
+    >>> Watched.num_changes - before
+    1
+    """
+
+    #: Changes of all such dicts.
+    num_changes = 0
+
+
+def _counted(name: str) -> Any:
+    change = getattr(dict, name)
+
+    def counted(self: Watched, *args: Any, **kwargs: Any) -> Any:
+        Watched.num_changes += 1
+        return change(self, *args, **kwargs)
+
+    return counted
+
+
+for _name in (
+    "__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update",
+):  # fmt: skip
+    setattr(Watched, _name, _counted(_name))
+
+
+class WriteCount:
+    """Counts writes to parameters that are DTensors: those made here share a version counter."""
+
+    def __init__(self) -> None:
+        self._source = VersionSource.make()
+        self._sharing: dict[int, torch.Tensor] = {}
+        #: Parameters that came later, which have counters of their own.
+        self._apart: list[torch.Tensor] = []
+
+    def parameter(self, value: torch.Tensor, *, trained: bool) -> torch.nn.Parameter:
+        shares = self._source.share(value)
+        made = torch.nn.Parameter(value, requires_grad=trained)
+        if shares:
+            self._sharing[id(made)] = made
+        return made
+
+    def follow(self, parameters: list[torch.Tensor]) -> None:
+        """Count writes to these."""
+        self._apart = [each for each in parameters if id(each) not in self._sharing]
+
+    def add(self) -> None:
+        """Count a write to all of them."""
+        torch.autograd.graph.increment_version([self._source, *self._apart])
+
+    def __reduce__(self) -> Any:
+        """Copies of parameters have their own counters."""
+        return WriteCount, ()

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import triton
+import triton.language as tl
 
 from shardwise.kernels.lookup import FULL_OCCUPANCY, Trace
-from shardwise.kernels.memory import num_pieces
+from shardwise.kernels.memory import load_rows, num_pieces, store_rows
 from shardwise.kernels.tables import TableSet
-from shardwise.kernels.update_rows import update_rows, update_split_rows
 
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = 0, 1, 2, 3
 OPTIMIZERS = {
@@ -132,3 +133,316 @@ def row_sums(
         tables = TableSet([sums], [0])
         update_sorted(tables, trace, numbers, order, grad, "sgd", (), at_rate_one)
     return rows.long(), sums
+
+
+# -- update rows ---------------------------------------------------------------------------------
+# Kernels for the gradient of every touched row and the optimizer's step, in one pass.
+#
+# Note [Sorted segments]
+# The keys of all ids are sorted; equal keys form a segment, whose ids touch one row. Each touched
+# row is read and written once, and no table gradient is materialised. A program takes SPAN sorted
+# ids, four at a time: it loads their bags' gradients and the rows that end a segment together, so
+# that the loads overlap, then adds in order and updates at each segment's last id. Sums are always
+# taken in the same order, so two runs agree in every bit.
+#
+# Note [Segments that cross programs]
+# A program's tail is its partial sum of a segment that continues in the next program; its head is
+# that of a segment that began earlier and ends here. A second launch finds, for each head, where
+# its segment began, adds the tails in order and the head, and updates the row. So a row with a
+# million ids is summed by many programs.
+
+
+@triton.jit
+def _locate(
+    tables, num_tables, key, ONE_SHAPE: tl.constexpr, COLUMNS: tl.constexpr, SEARCH: tl.constexpr
+):
+    """The line of the table that a key belongs to, and the row within that table."""
+    if ONE_SHAPE:
+        # All tables are adjacent in one buffer: a key is a row of it.
+        return tables, key.to(tl.int64)
+    low = key.to(tl.int32) * 0
+    high = low + num_tables
+    for _ in range(SEARCH):
+        middle = (low + high) // 2
+        below = tl.load(tables + middle * COLUMNS + 1) <= key
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle)
+    line = tables + low * COLUMNS
+    return line, key.to(tl.int64) - tl.load(line + 1)
+
+
+@triton.jit
+def _fetch(
+    tables,
+    num_tables,
+    key,
+    done,
+    d,
+    OPTIMIZER: tl.constexpr,
+    DTYPES: tl.constexpr,
+    ONE_SHAPE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEARCH: tl.constexpr,
+):
+    """Load what the step of a row needs: the row, and its optimizer state."""
+    line, row = _locate(tables, num_tables, key, ONE_SHAPE, COLUMNS, SEARCH)
+    dim = tl.load(line + 2)
+    mask = d < tl.where(done, dim, 0)
+    at = row * dim + d
+    weight = load_rows(tl.load(line), at, mask, tl.load(line + 3), DTYPES)
+    state, second = weight, weight
+    if (OPTIMIZER == 1) | (OPTIMIZER == 3):
+        state = tl.load(
+            tl.load(line + 4).to(tl.pointer_type(tl.float32)) + at, mask=mask, other=0.0
+        )
+    if OPTIMIZER == 2:
+        state = tl.load(
+            tl.load(line + 4).to(tl.pointer_type(tl.float32)) + row, mask=done, other=0.0
+        )
+    if OPTIMIZER == 3:
+        second = tl.load(
+            tl.load(line + 5).to(tl.pointer_type(tl.float32)) + at, mask=mask, other=0.0
+        )
+    return line, row, weight, state, second
+
+
+@triton.jit
+def _step(fetched, grad, d, numbers, OPTIMIZER: tl.constexpr, DTYPES: tl.constexpr):
+    """One optimizer step of one row, whose values and state were fetched."""
+    line, row, weight, state, second = fetched
+    lr, eps, decay, beta1, beta2, correction1, correction2 = numbers
+    dim = tl.load(line + 2)
+    mask = d < dim
+    at = row * dim + d
+    beside = tl.load(line + 4).to(tl.pointer_type(tl.float32))
+    grad = tl.where(mask, grad + decay * weight, 0.0)
+    if OPTIMIZER == 0:
+        change = lr * grad
+    if OPTIMIZER == 1:
+        state += grad * grad
+        tl.store(beside + at, state, mask=mask)
+        change = lr * grad / (tl.sqrt(state) + eps)
+    if OPTIMIZER == 2:
+        state += tl.sum(grad * grad, 0) / dim.to(tl.float32)
+        tl.store(beside + row, state)
+        change = grad * (lr / (tl.sqrt(state) + eps))
+    if OPTIMIZER == 3:
+        state = beta1 * state + (1 - beta1) * grad
+        second = beta2 * second + (1 - beta2) * grad * grad
+        tl.store(beside + at, state, mask=mask)
+        tl.store(tl.load(line + 5).to(tl.pointer_type(tl.float32)) + at, second, mask=mask)
+        change = lr * (state / correction1) / (tl.sqrt(second / correction2) + eps)
+    store_rows(tl.load(line), at, weight - change, mask, tl.load(line + 3), DTYPES)
+
+
+@triton.jit
+def _term(
+    order, out_at, scale, argmax, grad, at, live, width, d, SCALED: tl.constexpr, MAX: tl.constexpr
+):
+    """What the sorted id number `at` adds to the gradient of its row."""
+    which = at
+    if order is not None:
+        which = tl.load(order + at, mask=live, other=0)
+    place = tl.load(out_at + which, mask=live, other=0).to(tl.int64) + d
+    mask = d < tl.where(live, width, 0)
+    if MAX:
+        mask = mask & (tl.load(argmax + place, mask=mask, other=-1) == which)
+    found = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
+    if SCALED:
+        found *= tl.load(scale + which, mask=live, other=0.0)
+    return found
+
+
+@triton.jit
+def _read(
+    tables, num_tables, order, out_at, scale, argmax, grad, at, key, after, began, num_keys, d,
+    SCALED: tl.constexpr, MAX: tl.constexpr, OPTIMIZER: tl.constexpr, DTYPES: tl.constexpr,
+    ONE_SHAPE: tl.constexpr, COLUMNS: tl.constexpr, SEARCH: tl.constexpr,
+):  # fmt: skip
+    """Sorted id number `at`: what it adds, whether it ends a segment, and the row if it does."""
+    # Keys beyond the last belong to other shards' rows.
+    live = (key >= 0) & (key < num_keys)
+    line = tables
+    if not ONE_SHAPE:
+        line = _locate(tables, num_tables, key, ONE_SHAPE, COLUMNS, SEARCH)[0]
+    term = _term(order, out_at, scale, argmax, grad, at, live, tl.load(line + 2), d, SCALED, MAX)
+    ends = live & (key != after)
+    row = _fetch(
+        tables, num_tables, key, ends & began, d, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH
+    )
+    return term, ends, row
+
+
+@triton.jit
+def _finish(
+    total, ends, began, row, head, d, numbers, OPTIMIZER: tl.constexpr, DTYPES: tl.constexpr
+):
+    """At the end of a segment: update its row, or store the partial sum as the head."""
+    if ends:
+        if began:
+            _step(row, total, d, numbers, OPTIMIZER, DTYPES)
+        else:
+            tl.store(head, total)
+
+
+@triton.jit(do_not_specialize=["num_tables", "num_ids", "num_keys"])
+def update_rows(
+    tables,
+    keys,
+    order,
+    out_at,
+    scale,
+    argmax,
+    grad,
+    heads,
+    tails,
+    record,
+    num_tables,
+    num_ids,
+    num_keys,
+    lr,
+    eps,
+    decay,
+    beta1,
+    beta2,
+    correction1,
+    correction2,
+    SCALED: tl.constexpr,
+    MAX: tl.constexpr,
+    OPTIMIZER: tl.constexpr,
+    DTYPES: tl.constexpr,
+    ONE_SHAPE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEARCH: tl.constexpr,
+    SPAN: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Sum up and update the rows of the segments within SPAN sorted ids, four ids at a time.
+
+    Unrolled rather than a block of four, so that the branches of each id are scalar: an id that
+    does not end a segment reads and writes no row.
+    """
+    if record is not None:  # an invalid batch changes no row
+        num_keys = tl.where(tl.load(record) == 0, num_keys, 0)
+    block = tl.program_id(0)
+    low = block * SPAN
+    d = tl.arange(0, DIM)
+    total = tl.zeros([DIM], tl.float32)
+    # Whether the segment that is being summed began in this program.
+    began = low < 0
+    before = tl.load(keys + low - 1, mask=low > 0, other=-2)
+    key = tl.load(keys + low)
+    for at in range(low, low + SPAN, 4):
+        k0 = key
+        k1 = tl.load(keys + at + 1, mask=at + 1 < num_ids, other=-1)
+        k2 = tl.load(keys + at + 2, mask=at + 2 < num_ids, other=-1)
+        k3 = tl.load(keys + at + 3, mask=at + 3 < num_ids, other=-1)
+        key = tl.load(keys + at + 4, mask=at + 4 < num_ids, other=-1)
+        began0 = began | (k0 != before)
+        began1 = began0 | (k1 != k0)
+        began2 = began1 | (k2 != k1)
+        began3 = began2 | (k3 != k2)
+        # All loads before any sum: what each id adds, and the rows that end a segment.
+        g0, ends0, row0 = _read(
+            tables, num_tables, order, out_at, scale, argmax, grad, at, k0, k1, began0, num_keys, d,
+            SCALED, MAX, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH,
+        )  # fmt: skip
+        g1, ends1, row1 = _read(
+            tables, num_tables, order, out_at, scale, argmax, grad, at + 1, k1, k2, began1,
+            num_keys, d, SCALED, MAX, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH,
+        )  # fmt: skip
+        g2, ends2, row2 = _read(
+            tables, num_tables, order, out_at, scale, argmax, grad, at + 2, k2, k3, began2,
+            num_keys, d, SCALED, MAX, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH,
+        )  # fmt: skip
+        g3, ends3, row3 = _read(
+            tables, num_tables, order, out_at, scale, argmax, grad, at + 3, k3, key, began3,
+            num_keys, d, SCALED, MAX, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH,
+        )  # fmt: skip
+        numbers = (lr, eps, decay, beta1, beta2, correction1, correction2)
+        head = heads + block.to(tl.int64) * DIM + d
+        total = tl.where(k0 != before, g0, total + g0)
+        _finish(total, ends0, began0, row0, head, d, numbers, OPTIMIZER, DTYPES)
+        total = tl.where(k1 != k0, g1, total + g1)
+        _finish(total, ends1, began1, row1, head, d, numbers, OPTIMIZER, DTYPES)
+        total = tl.where(k2 != k1, g2, total + g2)
+        _finish(total, ends2, began2, row2, head, d, numbers, OPTIMIZER, DTYPES)
+        total = tl.where(k3 != k2, g3, total + g3)
+        _finish(total, ends3, began3, row3, head, d, numbers, OPTIMIZER, DTYPES)
+        before = k3
+        began = began3
+    # `key` is the first of the next program, `before` this one's last.
+    if (key == before) & (key >= 0) & (key < num_keys):
+        tl.store(tails + block.to(tl.int64) * DIM + d, total)
+
+
+@triton.jit
+def _sum_tails(tails, begin, end, d, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """The sum of the tails of blocks `begin` to `end`, in order."""
+    many = tl.zeros([ROWS, DIM], tl.float32)
+    for b in range(begin, end, ROWS):
+        which = b + tl.arange(0, ROWS)
+        at = which.to(tl.int64)[:, None] * DIM + d[None, :]
+        many += tl.load(tails + at, mask=(which < end)[:, None], other=0.0)
+    return tl.sum(many, 0)
+
+
+@triton.jit(do_not_specialize=["num_tables", "num_ids", "num_keys"])
+def update_split_rows(
+    tables,
+    keys,
+    heads,
+    tails,
+    record,
+    num_tables,
+    num_ids,
+    num_keys,
+    lr,
+    eps,
+    decay,
+    beta1,
+    beta2,
+    correction1,
+    correction2,
+    OPTIMIZER: tl.constexpr,
+    DTYPES: tl.constexpr,
+    ONE_SHAPE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEARCH: tl.constexpr,
+    SPAN: tl.constexpr,
+    FEW: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Update the row whose segment began in an earlier program and ends in this one."""
+    if record is not None:
+        num_keys = tl.where(tl.load(record) == 0, num_keys, 0)
+    block = tl.program_id(0) + 1
+    low = block * SPAN
+    key = tl.load(keys + low)
+    end = low + SPAN
+    goes_on = tl.load(keys + end, mask=end < num_ids, other=-1) == key
+    if (tl.load(keys + low - 1) == key) & (goes_on == 0) & (key >= 0) & (key < num_keys):
+        # The first block that holds the key: mostly the one before, or look back in growing steps.
+        begin, known, step = block - 1, block, 1
+        while (tl.load(keys + tl.maximum(begin * SPAN - 1, 0)) == key) & (begin > 0):
+            known = begin
+            step *= 2
+            begin = tl.maximum(begin - step, 0)
+        while known - begin > 1:
+            middle = (begin + known) // 2
+            if tl.load(keys + middle * SPAN - 1) == key:
+                known = middle
+            else:
+                begin = middle
+        d = tl.arange(0, DIM)
+        if block - begin <= FEW:
+            total = _sum_tails(tails, begin, block, d, FEW, DIM)
+        else:
+            total = _sum_tails(tails, begin, block, d, ROWS, DIM)
+        total += tl.load(heads + block.to(tl.int64) * DIM + d)
+        row = _fetch(
+            tables, num_tables, key, key >= 0, d, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH
+        )
+        numbers = (lr, eps, decay, beta1, beta2, correction1, correction2)
+        _step(row, total, d, numbers, OPTIMIZER, DTYPES)

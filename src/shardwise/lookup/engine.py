@@ -1,8 +1,8 @@
 """The lookup engine: ids go to the owners of rows, rows come back, then gradients go to the owners.
 
 The front doors say which tables lie where (a `Route`), and hold the weights. They are collections
-(`embedding`), sharded modules (`shard.lookup`) and DTensors (`ops.lookup`), of which the last use
-the parts that need no table of their own: `ids`, `order` and `exchange`. Everything here handles
+(`embedding`), sharded modules (`shard`) and DTensors (`ops.lookup`), of which the last use
+the parts that need no table of their own: `ids` and `exchange`. Everything here handles
 the ranks present, one after another: one in a real process, all in a simulated world.
 """
 
@@ -12,16 +12,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
+from shardwise._torch.functions import foreach_mul
 from shardwise.core.mesh import Grid
 from shardwise.lookup.backends.backend import Backend, Lookups
-from shardwise.lookup.output import assemble_output, flatten_gradients
+from shardwise.lookup.ids import repeated, segment_sums
+from shardwise.lookup.messages import SplitIds
 from shardwise.lookup.prefetch import PrefetchQueue
-from shardwise.lookup.routing import Route
+from shardwise.lookup.routing import LegBlock, Route, RowGroup
 from shardwise.lookup.scratch import Scratch
-from shardwise.lookup.step import RankStep, exchange_rows, gradients_per_stack, look_up
-from shardwise.lookup.weight_gradients import weight_gradients, weights_train
+from shardwise.lookup.step import (
+    RankStep,
+    block_views,
+    exchange_rows,
+    gradients_per_stack,
+    look_up,
+    weight_gradients,
+    weights_train,
+)
 from shardwise.simulation.ranks import part_per_rank
 
 
@@ -112,3 +122,248 @@ class Engine:
             dtype=self.exchange_dtype,
             meanwhile=self.queue.send_ids,
         )
+
+
+# -- output --------------------------------------------------------------------------------------
+# Assemble a collection's output from received rows, and flatten its gradient the same way.
+#
+# Columns from several ranks are concatenated. Where rows of a table are on several ranks, pooled
+# results are partial sums, which are added; unpooled, each row goes to the position of its id.
+
+
+def assemble_output(
+    route: Route, step: RankStep, flat: torch.Tensor, local: dict[int, torch.Tensor], joined: bool
+) -> list[torch.Tensor]:
+    """One tensor per feature, or one with all of them side by side, from the received rows."""
+    if joined and route.strips is not None:
+        return [_assemble_strips(route, step, flat)]
+    counts = _row_counts(route, step)
+    parts: list[Any] = [None] * len(_all_legs(route))
+    of_groups: list[list[torch.Tensor]] = [[] for _ in route.groups]
+    for block, rows in block_views(route, step, flat):
+        if block.group < 0:
+            parts[block.legs] = rows.split(counts[block.features].tolist())
+        else:
+            of_groups[block.group].append(rows)
+    for number, (group, found) in enumerate(zip(route.groups, of_groups, strict=True)):
+        rows = _put_back(step, number, found) if not route.pooled else _pooled(step, number, found)
+        parts += rows.split(counts[group.features].tolist())
+    for block in route.local_blocks[step.rank]:
+        parts += local[block.stack].split(counts[block.features].tolist())
+    in_order = route.columns.in_order(parts)
+    if joined:
+        whole = torch.cat(in_order, 1)
+        _average(route, step, whole.split(route.dims, dim=1))
+        return [whole]
+    outputs = [
+        in_order[mine.start] if mine.stop - mine.start == 1 else torch.cat(in_order[mine], 1)
+        for mine in route.columns.of_feature
+    ]
+    _average(route, step, outputs)
+    return outputs if step.repeats is None else step.repeats.spread(outputs)
+
+
+def _all_legs(route: Route) -> range:
+    return range(sum(map(len, route.legs)))
+
+
+def _row_counts(route: Route, step: RankStep) -> np.ndarray:
+    return step.packed.num_bags if route.pooled else step.packed.num_ids
+
+
+def _assemble_strips(route: Route, step: RankStep, flat: torch.Tensor) -> torch.Tensor:
+    """All features side by side, a block at a time."""
+    whole = flat.new_empty(int(step.bags.num_bags[0]), sum(route.dims))
+    of_groups: list[list[torch.Tensor]] = [[] for _ in route.groups]
+    for block, rows in block_views(route, step, flat):
+        if block.group < 0:
+            target = route.strip(block).of(whole)
+            target.copy_(rows.view(target.shape))
+        else:
+            of_groups[block.group].append(rows)
+    for number, (group, found) in enumerate(zip(route.groups, of_groups, strict=True)):
+        _pooled(step, number, found, out=route.strip(group).of(whole))
+    _average(route, step, whole.split(route.dims, dim=1))
+    return whole
+
+
+def _pooled(
+    step: RankStep, group: int, found: Sequence[torch.Tensor], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum of the owners' rows, in the memory of the first unless there is `out`."""
+    if step.packed.by_id[group]:
+        rows = _pooled_here(step.packed.split[group], torch.cat(list(found)))
+        return rows if out is None else out.copy_(rows.view(out.shape))
+    total = found[0]
+    for more in found[1:-1]:
+        total.add_(more)
+    last, out = found[-1], total if out is None else out
+    return torch.add(total.view(out.shape), last.view(out.shape), out=out)
+
+
+def _pooled_here(split: SplitIds, rows: torch.Tensor) -> torch.Tensor:
+    """The sums of bags, from a row for each id; see Note [Rows instead of sums]."""
+    num = split.bag_lengths.shape[0]
+    if split.once is not None:
+        places = split.once.places
+    else:
+        places = torch.empty_like(split.order)
+        places[split.order] = torch.arange(rows.shape[0], device=rows.device)
+    offsets = places.new_zeros(num + 1)
+    torch.cumsum(split.bag_lengths, 0, out=offsets[1:])
+    return segment_sums(rows, places, offsets, split.bag_weights)
+
+
+def _spread_out(split: SplitIds, grad: torch.Tensor) -> torch.Tensor:
+    """The gradients of bags as those of the rows that `_pooled_here` sums, in their order."""
+    once, order = split.once, split.order if split.once is None else split.once.order
+    bags = repeated(split.bag_lengths, order.shape[0]).index_select(0, order)
+    if once is not None:
+        weights = split.bag_weights
+        return segment_sums(grad, bags, once.starts, None if weights is None else weights[order])
+    rows = grad.index_select(0, bags)
+    return rows if split.weights is None else rows.mul_(split.weights.to(rows.dtype).unsqueeze(1))
+
+
+def _put_back(step: RankStep, group: int, found: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The owners' rows in the order of the batch's ids."""
+    rows = torch.cat(list(found))
+    return torch.empty_like(rows).index_copy_(0, step.packed.split[group].order, rows)
+
+
+def flatten_gradients(
+    route: Route,
+    step: RankStep,
+    grads: Sequence[torch.Tensor | None],
+    scale: float,
+    joined: bool,
+    scratch: Scratch,
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """The gradients of received rows, flat as those came, and of local rows by stack."""
+    if step.repeats is not None:
+        grads = step.repeats.summed(grads)
+    sample = next(grad for grad in grads if grad is not None)
+    sizes = [step.packed.rows_of(route, b) * b.width for each in route.blocks for b in each]
+    flat = scratch.numbers(sum(sizes), sample.dtype, sample.device)
+    if joined and route.strips is not None:
+        _flatten_strips(route, step, sample, scale, flat)
+        return flat, {}
+    parts = route.columns.numbered(_columns_of(route, step, grads, joined))
+    first_of_group: dict[int, torch.Tensor] = {}
+    for block, rows in block_views(route, step, flat):
+        if block.group < 0:
+            _fill(rows, parts[block.legs], scale)
+            continue
+        if not route.pooled or step.packed.by_id[block.group]:
+            if block.group not in first_of_group:
+                first_of_group[block.group] = _to_owners(route, step, block.group, parts, scale)
+            rows.copy_(_for_owner(route, step, block, first_of_group[block.group]))
+        elif block.group in first_of_group:
+            rows.copy_(first_of_group[block.group])  # owners of other rows get the same
+        else:
+            first_of_group[block.group] = rows
+            _fill(rows, _of_group(route, block.group, parts), scale)
+    local = {}
+    at = route.columns.num_parts - len(route.local[step.rank])
+    for block in route.local_blocks[step.rank]:
+        num = step.local_requests[block.stack].total_rows
+        rows = sample.new_empty(num, block.width)
+        _fill(rows, parts[at + block.legs.start : at + block.legs.stop], scale)
+        local[block.stack] = rows
+    return flat, local
+
+
+def _flatten_strips(
+    route: Route, step: RankStep, grad: torch.Tensor, scale: float, flat: torch.Tensor
+) -> None:
+    """The gradient of all features side by side, a block at a time."""
+    if route.means:
+        grad = grad.clone()
+        _average(route, step, grad.split(route.dims, dim=1))
+    first_of_group: dict[int, torch.Tensor] = {}
+    for block, rows in block_views(route, step, flat):
+        by_id = block.group >= 0 and step.packed.by_id[block.group]
+        if by_id and block.group not in first_of_group:
+            of_features = route.strip(route.groups[block.group]).of(grad)
+            first_of_group[block.group] = _spread_out(
+                step.packed.split[block.group], of_features.reshape(-1, block.width) * scale
+            )
+        if by_id:
+            rows.copy_(_for_owner(route, step, block, first_of_group[block.group]))
+            continue
+        if block.group in first_of_group:
+            rows.copy_(first_of_group[block.group])  # owners of other rows get the same
+            continue
+        where = block if block.group < 0 else route.groups[block.group]
+        of_features = route.strip(where).of(grad)
+        torch.mul(of_features, scale, out=rows.view(of_features.shape))
+        if block.group >= 0:
+            first_of_group[block.group] = rows
+
+
+def _columns_of(
+    route: Route, step: RankStep, grads: Sequence[torch.Tensor | None], joined: bool
+) -> list[torch.Tensor]:
+    """The gradients of all parts in the order of columns."""
+    columns = route.columns
+    sample = next(grad for grad in grads if grad is not None)
+    if joined:
+        if route.means:
+            sample = sample.clone()
+            _average(route, step, sample.split(route.dims, dim=1))
+        return list(sample.split(columns.widths, dim=1))
+    counts = _row_counts(route, step).tolist()
+    nothing = sample.new_zeros(())
+    there = [
+        nothing.expand(counts[feature], route.dims[feature]) if grad is None else grad
+        for feature, grad in enumerate(grads)
+    ]
+    if route.means:
+        for feature in route.means:
+            there[feature] = there[feature].clone()
+        _average(route, step, there)
+    found: list[torch.Tensor] = []
+    for grad, mine in zip(there, columns.of_feature, strict=True):
+        found += grad.split(columns.widths[mine], dim=1)
+    return found
+
+
+def _fill(rows: torch.Tensor, parts: Sequence[torch.Tensor], scale: float) -> None:
+    torch.cat(list(parts), out=rows)
+    if scale != 1:
+        rows.mul_(scale)
+
+
+def _of_group(route: Route, number: int, parts: Sequence[Any]) -> Sequence[torch.Tensor]:
+    groups: Sequence[RowGroup] = route.groups
+    first = len(_all_legs(route)) + sum(g.features.shape[0] for g in groups[:number])
+    return parts[first : first + groups[number].features.shape[0]]
+
+
+def _to_owners(
+    route: Route, step: RankStep, number: int, parts: Sequence[Any], scale: float
+) -> torch.Tensor:
+    """The gradients of a group's rows in the order of owners."""
+    split, rows = step.packed.split[number], torch.cat(list(_of_group(route, number, parts)))
+    if route.pooled:
+        return _spread_out(split, rows.mul_(scale))
+    return rows.index_select(0, split.order).mul_(scale)
+
+
+def _for_owner(route: Route, step: RankStep, block: LegBlock, rows: torch.Tensor) -> torch.Tensor:
+    """The part of a group's rows, in the order of owners, that a block's rank owns."""
+    num_ids = step.packed.split[block.group].num_sent(step.packed.by_id[block.group])
+    owner = route.groups[block.group].owner_at[block.rank]
+    start = sum(num_ids[:owner])
+    return rows[start : start + num_ids[owner]]
+
+
+def _average(route: Route, step: RankStep, per_feature: Sequence[torch.Tensor]) -> None:
+    """Divide the bags of features with mean pooling by their lengths, in place."""
+    if not route.means:
+        return
+    dtype = per_feature[0].dtype
+    lengths = [step.bags.lengths_of(feature) for feature in route.means]
+    factors = torch.cat(lengths).clamp(min=1).to(torch.float64).reciprocal_().to(dtype)
+    parts = factors.unsqueeze(1).split([length.shape[0] for length in lengths])
+    foreach_mul([per_feature[feature] for feature in route.means], list(parts))

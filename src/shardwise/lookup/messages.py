@@ -34,8 +34,8 @@ import numpy as np
 import torch
 
 from shardwise.lookup.backends.backend import Runs
-from shardwise.lookup.bags import FeatureBags
-from shardwise.lookup.order import (
+from shardwise.lookup.exchange import FeatureBags
+from shardwise.lookup.ids import (
     counted,
     distinct,
     divided,

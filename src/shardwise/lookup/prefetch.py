@@ -22,8 +22,8 @@ import torch
 from shardwise.comm.agreement import Fault, Faults, Meeting, joint_error
 from shardwise.comm.watch import because
 from shardwise.core.mesh import Grid
-from shardwise.lookup.bags import FeatureBags
 from shardwise.lookup.exchange import (
+    FeatureBags,
     finished,
     places_together,
     ranks_present,

@@ -19,10 +19,9 @@ import numpy as np
 import torch
 
 from shardwise.core.sizes import chunk_length
-from shardwise.lookup.bags import FeatureBags, Repeats, without_repeats
-from shardwise.lookup.order import spread
-from shardwise.lookup.table import Features
-from shardwise.lookup.tiling import TableShard, TableTiling, row_groups
+from shardwise.lookup.exchange import FeatureBags, Repeats, without_repeats
+from shardwise.lookup.ids import spread
+from shardwise.lookup.tiling import Features, TableShard, TableTiling, row_groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from shardwise.dispatch import catalog
 from shardwise.dispatch.local_call import REFUSED
 from shardwise.dispatch.rule import Table, merge
 from shardwise.dtensor import fallback
-from shardwise.ops import composites
+from shardwise.ops import composites, random
 from shardwise.ops.lookup import (
     bag_grads,
     bag_rules,
@@ -43,7 +43,6 @@ from shardwise.ops.nn import (
     pooling,
     recurrent,
 )
-from shardwise.ops.random import draws
 from shardwise.ops.shape import create, diagonal, indexing, join, overwrite, views
 
 FAMILIES: tuple[Any, ...] = (
@@ -72,7 +71,7 @@ FAMILIES: tuple[Any, ...] = (
     bag_rules,
     bag_grads,
     largest_bags,
-    draws,
+    random,
 )
 
 

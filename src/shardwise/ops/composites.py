@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 
-from shardwise._torch.dispatch import ops_with_kernel
-from shardwise._torch.pytree import tree_leaves
-from shardwise._torch.schema import OpOverload
+from shardwise._torch.dispatch import OpOverload, ops_with_kernel
+from shardwise._torch.functions import tree_leaves
 from shardwise.comm.watch import implicit_replication
 from shardwise.core.layout import dense_stride, make_layout
 from shardwise.core.placements import REPLICATE
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dispatch.infer import faked
+from shardwise.dispatch.inplace import run_by_keyword
 from shardwise.dispatch.local_call import restrided
-from shardwise.dispatch.out_args import run_by_keyword
 from shardwise.dispatch.wrapped import as_layouts, reduced_layout
 from shardwise.dtensor.plain_operands import check_plain
 from shardwise.dtensor.snapshots import SOURCE, add_source

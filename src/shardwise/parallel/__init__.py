@@ -3,12 +3,17 @@
 Who reduces gradients over data axes is decided in `training`.
 """
 
-from shardwise.parallel.exchange.context import context_parallel
-from shardwise.parallel.exchange.experts import expert_parallel
+from shardwise.parallel.context import context_parallel
+from shardwise.parallel.expert_exchange import expert_parallel
 from shardwise.parallel.experts import ExpertParallel
 from shardwise.parallel.loss import loss_parallel, parallel_cross_entropy
-from shardwise.parallel.parallelize import parallelize_module
-from shardwise.parallel.plan import PlanReport, check_plan, load_plan, save_plan
+from shardwise.parallel.parallelize import (
+    PlanReport,
+    check_plan,
+    load_plan,
+    parallelize_module,
+    save_plan,
+)
 from shardwise.parallel.prepare import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
@@ -24,7 +29,7 @@ from shardwise.parallel.styles import (
 )
 from shardwise.training.data_parallel import data_parallel
 from shardwise.training.fully_sharded.fully_shard import fully_shard
-from shardwise.training.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from shardwise.training.fully_sharded.members import CPUOffloadPolicy, MixedPrecisionPolicy
 
 __all__ = [
     "CPUOffloadPolicy",

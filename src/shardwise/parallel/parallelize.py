@@ -1,26 +1,40 @@
-"""parallelize_module: a plan applied to a module."""
+"""parallelize_module: a plan applied to a module; plans in files, and `check_plan`."""
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.agreement import agree
 from shardwise.core.mesh import current_mesh, grid_of
+from shardwise.core.placements import Placement, Shard
+from shardwise.core.sizes import lengths
 from shardwise.dtensor.tensor import DTensor
-from shardwise.errors import LayoutError
+from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.parallel.boundary import tensor_axis
-from shardwise.parallel.resolve import Resolved, Target, fit_heads, resolve
+from shardwise.parallel.resolve import (
+    Resolved,
+    Target,
+    fit_heads,
+    fits,
+    problems,
+    readable,
+    resolve,
+    styles_of,
+)
 from shardwise.parallel.style import ParallelStyle
-from shardwise.parallel.style_registry import describe_style
-from shardwise.parallel.styles import SharedHeads
+from shardwise.parallel.style_registry import describe_style, entry_of
+from shardwise.parallel.styles import ColwiseParallel, RowwiseParallel, SharedHeads
 from shardwise.parallel.tied import Owner, counterparts, distributed_since, tie_again, tied_owners
-from shardwise.training.contract import DataAxes, forbid_both
+from shardwise.plans import read_plan_file, write_plan_file
+from shardwise.training.contract import DataAxes, MeshAxes, forbid_both
 from shardwise.training.fully_sharded.fully_shard import opened
-from shardwise.training.mesh_axes import MeshAxes
 from shardwise.training.reducer import declare, follow_all, modules_with
 
 Plan = ParallelStyle | str | Mapping[str, ParallelStyle | str]
@@ -171,3 +185,183 @@ def _put(root: nn.Module, path: str, before: nn.Module, after: nn.Module) -> nn.
     parent, _, name = path.rpartition(".")
     setattr(root.get_submodule(parent), name, after)
     return root
+
+
+# -- plan ----------------------------------------------------------------------------------------
+# Plans in files, and `check_plan`: what a plan would do to a module, without doing it.
+
+
+def load_plan(path: str | os.PathLike[str]) -> dict[str, ParallelStyle]:
+    """The plan in a TOML or JSON file, ready for `parallelize_module`.
+
+    >>> import tempfile
+    >>> from shardwise.parallel import ColwiseParallel, load_plan, save_plan
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_plan({"layers.*.up": "colwise", "norm": "sequence_parallel"}, f"{folder}/p.toml")
+    ...     plan = load_plan(f"{folder}/p.toml")
+    >>> {pattern: type(style).__name__ for pattern, style in plan.items()}
+    {'layers.*.up': 'ColwiseParallel', 'norm': 'SequenceParallel'}
+    """
+    return styles_of(read_plan_file(path))
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan to a .toml or .json file; `load_plan` reads it.
+
+    Styles of your own cannot be saved.
+    """
+    write_plan_file(path, {p: entry_of(style, p) for p, style in styles_of(plan).items()})
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """What a plan would do to a module. Printed, it is a table."""
+
+    #: Each sharded parameter and its placement over the tensor axis.
+    sharded: Mapping[str, Placement]
+    #: Parameters that become DTensors, whole on every rank.
+    replicated: tuple[str, ...]
+    #: Parameters that the plan does not touch.
+    untouched: tuple[str, ...]
+    #: Bytes of parameters on each rank along the tensor axis.
+    bytes_per_rank: tuple[int, ...]
+    mistakes: tuple[str, ...]
+    #: Warnings: plain parameters that may be used with a shard of an activation.
+    doubts: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{'sharded':12} {name}: {where}" for name, where in self.sharded.items()]
+        lines += [f"{'replicated':12} {name}" for name in self.replicated]
+        lines += [f"{'not in plan':12} {name}" for name in self.untouched]
+        lines += [f"{'mistake':12} {mistake}" for mistake in self.mistakes]
+        lines += [f"{'doubt':12} {doubt}" for doubt in self.doubts]
+        sizes = ", ".join(f"{size:,}" for size in self.bytes_per_rank)
+        return "\n".join([*lines, f"bytes of parameters per rank: {sizes}"])
+
+
+def check_plan(module: nn.Module, plan: Plan, device_mesh: DeviceMesh | int) -> PlanReport:
+    """What a plan would do to a module, with its mistakes and doubts; nothing is changed.
+
+    A doubt is a plain parameter beside layers that pass sharded activations to each other: the
+    order of calls is unknown, so whether the parameter is used between them is unknown too.
+
+    `device_mesh` may be a number of ranks: no process group is needed, and the module may be on the
+    meta device.
+
+    >>> import torch
+    >>> from shardwise.parallel import check_plan
+    >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.LayerNorm(6))
+    >>> print(check_plan(mlp, {"0": "colwise", "1": "rowwise"}, 4))     # doctest: +ELLIPSIS
+    sharded      0.weight: Shard(0)
+    sharded      0.bias: Shard(0)
+    not in plan  1.weight
+    not in plan  1.bias
+    mistake      Module '1' is a LayerNorm; RowwiseParallel is for nn.Linear and nn.Embedding. ...
+    bytes of parameters per rank: 88, 88, 88, 48
+    """
+    if isinstance(device_mesh, int):
+        num_ranks = device_mesh
+    elif not isinstance(device_mesh, DeviceMesh):
+        raise ArgumentError(
+            "check_plan(module, plan, device_mesh) takes a mesh or a number of ranks last, found a "
+            f"{type(device_mesh).__name__}."
+        )
+    else:
+        num_ranks = device_mesh.size(tensor_axis(device_mesh))
+    if num_ranks < 1:
+        raise LayoutError(f"A plan is for at least one rank, found {num_ranks}.")
+    styles, unreadable = readable(plan)
+    found = resolve(module, styles, check=False)
+    wrong = [*unreadable, *problems(list(found.targets))]
+    added: list[Target] = []
+    try:
+        if not wrong:
+            found = replace(found, targets=tuple(fit_heads(module, found.targets, num_ranks)))
+            added = counterparts(tied_owners(module), found.targets)
+    except ShardwiseError as error:
+        wrong.append(error)
+    names = {id(p): name for name, p in module.named_parameters()}
+    placed = _placements((*found.targets, *added))
+    placed = {i: placement for i, placement in placed.items() if i in names}
+    sizes = [0] * num_ranks
+    for parameter in module.parameters():
+        for rank, size in enumerate(_bytes(parameter, placed.get(id(parameter)), num_ranks)):
+            sizes[rank] += size
+    return PlanReport(
+        {names[i]: p for i, p in placed.items() if isinstance(p, Shard)},
+        tuple(names[i] for i, p in placed.items() if not isinstance(p, Shard)),
+        tuple(name for i, name in names.items() if i not in placed),
+        tuple(sizes),
+        (*map(str, wrong), *found.unmatched),
+        _doubts(module, found.targets, placed),
+    )
+
+
+def _placements(targets: tuple[Target, ...]) -> dict[int, Placement]:
+    """The placement of each parameter that a target places, by the parameter's id."""
+    placed: dict[int, Placement] = {}
+    for target in filter(fits, targets):
+        parameters = dict(target.module.named_parameters(remove_duplicate=False))
+        for name, placement in target.style.parameter_placements(target.module).items():
+            if name in parameters:
+                placed.setdefault(id(parameters[name]), placement)
+    return placed
+
+
+def _bytes(parameter: torch.Tensor, placement: Placement | None, num_ranks: int) -> list[int]:
+    whole = parameter.numel() * parameter.element_size()
+    if not isinstance(placement, Shard) or placement.dim >= parameter.dim() or not whole:
+        return [whole] * num_ranks
+    size = parameter.shape[placement.dim]
+    return [whole // size * length for length in lengths(size, num_ranks, placement.sizes)]
+
+
+def _doubts(
+    module: nn.Module, targets: Sequence[Target], placed: Container[int]
+) -> tuple[str, ...]:
+    """A warning for each plain parameter beside a colwise and a rowwise layer.
+
+    Between such layers each rank has some of the columns. A plain parameter that is used there does
+    not fit them, or gets a gradient of this rank's columns only. A plan does not say in which order
+    a module calls its children, so this only warns. `placed` are the ids of parameters that the
+    plan places.
+    """
+    colwise = _parents(targets, ColwiseParallel)
+    rowwise = _parents(targets, RowwiseParallel)
+    found = []
+    for parent in colwise:
+        if parent not in rowwise:
+            continue
+        prefix = f"{parent}." if parent else ""
+        for name, parameter in module.get_submodule(parent).named_parameters():
+            if id(parameter) not in placed:
+                found.append(
+                    f"{prefix + name!r} is plain and stands beside {colwise[parent]!r} and "
+                    f"{rowwise[parent]!r}, between which each rank has some of the columns. If it "
+                    "is used there, the plan needs an entry for its module, such as "
+                    '"replicated_with_grad_allreduce" for a norm of each head.'
+                )
+    return tuple(found)
+
+
+def _parents(
+    targets: Sequence[Target], style: type[ColwiseParallel | RowwiseParallel]
+) -> dict[str, str]:
+    """The parents of layers of this style with sharded columns, each with one such layer."""
+    found: dict[str, str] = {}
+    for target in filter(fits, targets):
+        if isinstance(target.style, style) and _shards_columns(target):
+            found.setdefault(target.path.rpartition(".")[0], target.path)
+    return found
+
+
+def _shards_columns(target: Target) -> bool:
+    style = target.style
+    layout: Placement | None = None
+    if isinstance(style, ColwiseParallel):
+        layout = style.output_layouts
+    elif isinstance(style, RowwiseParallel):
+        if isinstance(target.module, nn.Embedding):
+            return False
+        layout = style.input_layouts
+    return layout is None or (isinstance(layout, Shard) and layout.dim == -1)

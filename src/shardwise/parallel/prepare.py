@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise._torch.pytree import tree_flatten
+from shardwise._torch.functions import tree_flatten
 from shardwise.core.mesh import Grid, grid_of
 from shardwise.core.placements import Placement, Replicate, Shard
 from shardwise.dtensor.tensor import DTensor

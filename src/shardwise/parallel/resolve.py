@@ -14,7 +14,7 @@ from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.parallel.style import ParallelStyle
 from shardwise.parallel.style_registry import style_of, with_experts_joined
 from shardwise.parallel.styles import ColwiseParallel, SharedHeads, SharedKeyParallel
-from shardwise.plans.paths import matching_modules, no_match
+from shardwise.plans import matching_modules, no_match
 
 
 @dataclass(frozen=True, slots=True)

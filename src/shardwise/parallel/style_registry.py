@@ -30,8 +30,7 @@ from shardwise.parallel.styles import (
     SequenceParallel,
     SharedKeyParallel,
 )
-from shardwise.plans.files import Entry
-from shardwise.plans.paths import did_you_mean
+from shardwise.plans import Entry, did_you_mean
 
 #: Words for a module whose experts are split, for its parameters, and for the router before it.
 #: "gather" and "local..." are those of transformers 5.0.

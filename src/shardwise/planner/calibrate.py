@@ -23,7 +23,7 @@ from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.plan import Entry, Plan
 from shardwise.launch import launch
 from shardwise.lookup.optimizers import RowWiseAdagrad
-from shardwise.lookup.table import Table
+from shardwise.lookup.tiling import Table
 from shardwise.planner.constants import Constants, Kernel
 from shardwise.planner.costs import Setting
 from shardwise.planner.price import price

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.plans.files import LARGEST, read_content, write_text
+from shardwise.plans import LARGEST, read_content, write_text
 
 FORMAT = "shardwise constants 1"
 #: Files that come with the package, by name.

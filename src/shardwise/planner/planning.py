@@ -16,7 +16,7 @@ from shardwise.core.mesh import grid_of
 from shardwise.embedding.collection import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.embedding.plan import Entry, Plan, check_exchange_dtype
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
-from shardwise.lookup.table import Table
+from shardwise.lookup.tiling import Table
 from shardwise.planner.bound import Bounds
 from shardwise.planner.constants import Constants
 from shardwise.planner.costs import Setting, SplitKind, table_options

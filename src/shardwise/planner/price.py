@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwise.embedding.plan import Plan
 from shardwise.lookup.messages import SHORT_BAGS
-from shardwise.lookup.table import Table
+from shardwise.lookup.tiling import Table
 from shardwise.planner.costs import ID_BYTES, Loads, Setting, shard_sizes
 from shardwise.planner.problem import Array, Ints, Mask
 from shardwise.planner.workload import TableUse, Workload

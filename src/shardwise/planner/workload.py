@@ -31,9 +31,9 @@ import numpy.typing as npt
 from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.plan import KINDS
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.lookup.bags import MOST_DIFFERENT
-from shardwise.lookup.table import Table, checked_tables
-from shardwise.plans.files import LARGEST, read_content
+from shardwise.lookup.exchange import MOST_DIFFERENT
+from shardwise.lookup.tiling import Table, checked_tables
+from shardwise.plans import LARGEST, read_content
 
 FORMAT = "shardwise tables 1"
 #: Of Meta's public set of 2021: 887,017,990 ids in 65,536 bags of 856 tables, 6.9 uses of each.

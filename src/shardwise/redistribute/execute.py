@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise._torch.dispatch import autocast_off, is_autocast
-from shardwise.comm.lost import doing_now, is_lost, what_ranks_did
+from shardwise.comm.collectives import doing_now, is_lost, what_ranks_did
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate
 from shardwise.errors import CollectiveError

@@ -1,6 +1,6 @@
 """One training step of a model as data, tables and a page: communication, memory, parity.
 
-What was sent is added up in `debug.traffic`; the steps that are compared are in `testing`.
+What was sent is added up in `debug.events`; the steps that are compared are in `testing`.
 """
 
 from shardwise.report.case import Case
@@ -13,7 +13,7 @@ from shardwise.report.parity import (
     check_training,
 )
 from shardwise.report.step import StepReport, report_step
-from shardwise.testing.mesh import Mesh
+from shardwise.testing.layouts import Mesh
 
 __all__ = [
     "Case",

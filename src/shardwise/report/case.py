@@ -27,9 +27,8 @@ from shardwise.parallel import (
     load_plan,
     parallelize_module,
 )
-from shardwise.plans.files import read_content
-from shardwise.plans.paths import matching_modules, no_match
-from shardwise.testing.mesh import TENSOR_AXIS, Mesh
+from shardwise.plans import matching_modules, no_match, read_content
+from shardwise.testing.layouts import TENSOR_AXIS, Mesh
 
 #: The front doors for ranks with their own batches.
 DATA = ("data_parallel", "fully_shard")

@@ -13,11 +13,10 @@ from html import escape
 from pathlib import Path
 
 from shardwise.comm.cost import show_bytes
-from shardwise.debug.traffic import Traffic, ancestry
+from shardwise.debug.events import Traffic, ancestry
 from shardwise.debug.visualize import COLOURS, colour, shards_svg
-from shardwise.plans.files import write_text
-from shardwise.report.memory import RankMemory
-from shardwise.report.step import ParameterReport, StepReport
+from shardwise.plans import write_text
+from shardwise.report.step import ParameterReport, RankMemory, StepReport
 
 
 @dataclass(frozen=True)

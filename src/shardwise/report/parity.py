@@ -22,8 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from shardwise._torch.functions import BatchStatistics
-from shardwise._torch.pytree import tree_map
+from shardwise._torch.functions import BatchStatistics, tree_map
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
@@ -32,12 +31,28 @@ from shardwise.launch import launch
 from shardwise.report.case import CONTEXT_AXIS, Case
 from shardwise.simulation.parts import agreed, on_rank
 from shardwise.simulation.world import simulate
-from shardwise.testing.batches import call, loss_of, per_rank, split_batch, tensors_of
 from shardwise.testing.compare import Difference, Values, differences
-from shardwise.testing.loop import OPTIONS, Loss, agree, plain_loss, updates_together
-from shardwise.testing.mesh import Mesh
-from shardwise.testing.training import AUTOCAST_BOUND, NUM_STEPS, Steps, Training
-from shardwise.testing.verdict import judge_in_processes, judge_simulated
+from shardwise.testing.layouts import Mesh
+from shardwise.testing.loop import (
+    OPTIONS,
+    Loss,
+    agree,
+    call,
+    loss_of,
+    per_rank,
+    plain_loss,
+    split_batch,
+    tensors_of,
+    updates_together,
+)
+from shardwise.testing.training import (
+    AUTOCAST_BOUND,
+    NUM_STEPS,
+    Steps,
+    Training,
+    judge_in_processes,
+    judge_simulated,
+)
 
 RATE = 0.1
 TOLERANCE = 1e-4

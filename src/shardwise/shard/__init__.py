@@ -18,7 +18,6 @@ from shardwise.shard.optimizer import (
     pre_load_state_dict_hook,
     state_dict_hook,
 )
-from shardwise.shard.pickling import load_with_process_group
 from shardwise.shard.plan import Sharder, ShardingPlan, ShardingPlanner, load_plan, save_plan
 from shardwise.shard.plan import ShardingPlanReport as PlanReport
 from shardwise.shard.spec import (
@@ -32,7 +31,7 @@ from shardwise.shard.spec import (
     TensorProperties,
 )
 from shardwise.shard.spec import Shard as Shard  # not in __all__: it would hide shardwise.Shard
-from shardwise.shard.tensor import ShardedTensor
+from shardwise.shard.tensor import ShardedTensor, load_with_process_group
 
 __all__ = [
     "ChunkShardingSpec",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise._torch.pytree import tree_flatten, tree_unflatten
+from shardwise._torch.functions import tree_flatten, tree_unflatten
 from shardwise.dispatch.catalog import find_rule
 from shardwise.dtensor import snapshots
 from shardwise.dtensor.tensor import DTensor

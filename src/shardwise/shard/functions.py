@@ -18,11 +18,9 @@ from shardwise.comm.watch import because
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.lookup.ids import has_values
-from shardwise.shard import unbacked
-from shardwise.shard.compile import LayerCall, declare, traced
-from shardwise.shard.lookup import table_lookup
-from shardwise.shard.lookup.linear import gather_whole, linear
-from shardwise.shard.lookup.lookup_args import BagBatch, Lookup, split_of
+from shardwise.shard import table_lookup, unbacked
+from shardwise.shard.linear import gather_whole, linear
+from shardwise.shard.local_batch import BagBatch, LayerCall, Lookup, declare, split_of, traced
 from shardwise.shard.spec import ShardingSpec
 from shardwise.shard.tensor import ShardedTensor, first_sharded, functions, spec_functions
 from shardwise.simulation.parts import agreed

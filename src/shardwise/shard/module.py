@@ -21,7 +21,7 @@ from shardwise.errors import (
     UnsupportedError,
     WorldError,
 )
-from shardwise.plans.paths import check_conflicts, find_module, find_tensor, owners_of
+from shardwise.plans import check_conflicts, find_module, find_tensor, owners_of
 from shardwise.shard.create import (
     check_grad_reduction,
     check_shardable,
@@ -29,9 +29,9 @@ from shardwise.shard.create import (
     place_tensor,
 )
 from shardwise.shard.outputs import OutputPlan, lay_out, output_text
-from shardwise.shard.pickling import group_of_load
 from shardwise.shard.plan import Sharder, ShardingPlan
 from shardwise.shard.spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
+from shardwise.shard.tensor import group_of_load
 from shardwise.shard.tiling import device_type_of, group_ranks, home_grid, is_outside
 
 

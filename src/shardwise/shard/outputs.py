@@ -22,20 +22,19 @@ from typing import Any
 import torch
 
 from shardwise.comm.agreement import gather_numbers
-from shardwise.core.code_version import source_digest
-from shardwise.core.encode import decode_grid, encode_grid
+from shardwise.core.encode import decode_grid, encode_grid, source_digest
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import Shard as ShardPlacement
 from shardwise.core.sizes import Size, lengths
 from shardwise.core.untraced import UntracedFunction, differentiated_once, untraced
 from shardwise.core.world import world_caches
 from shardwise.dtensor.tensor import DTensor
-from shardwise.effects.effect_op import EffectOp
+from shardwise.effects import EffectOp
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError, UnsupportedError
 from shardwise.lookup.exchange import ranks_present
 from shardwise.ops.lookup.embedding_rules import unknown_length
-from shardwise.shard.compile import INSTEAD, WHAT
-from shardwise.shard.lookup.linear import DivideGradient
+from shardwise.shard.linear import DivideGradient
+from shardwise.shard.local_batch import INSTEAD, WHAT
 from shardwise.shard.moves import sharded_like, with_spec
 from shardwise.shard.spec import (
     ChunkShardingSpec,

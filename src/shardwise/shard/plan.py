@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
-from shardwise.plans.files import Entry, read_plan_file, write_plan_file
-from shardwise.plans.paths import find_tensor
+from shardwise.plans import Entry, find_tensor, read_plan_file, write_plan_file
 from shardwise.shard.spec import (
     SHARD_OPTIONS,
     SPEC_OPTIONS,

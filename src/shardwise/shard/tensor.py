@@ -5,9 +5,11 @@ See Note [Natural, permuted and loose tilings] for how it is stored.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +24,11 @@ from shardwise._torch.dispatch import (
     without_subclass_functions,
 )
 from shardwise.core.layout import Layout, contiguous_stride
+from shardwise.core.mesh import grid_like
 from shardwise.core.placements import Placement, short
 from shardwise.core.untraced import breaks_graph, untraced
 from shardwise.dtensor.compile import FlatContext, flattened
+from shardwise.dtensor.pickling import checked_local
 from shardwise.dtensor.tensor import DTensor, _lasting
 from shardwise.errors import (
     ArgumentError,
@@ -44,7 +48,6 @@ from shardwise.shard.moves import (
     parse_conversion,
     sharded_like,
 )
-from shardwise.shard.pickling import packed, unpacked
 from shardwise.shard.spec import (
     EnumerableShardingSpec,
     RankDevice,
@@ -53,14 +56,20 @@ from shardwise.shard.spec import (
     ShardingSpec,
     ShardMetadata,
     TensorProperties,
+    decode_spec,
+    encode_spec,
 )
 from shardwise.shard.tiling import (
     Tiling,
     device_type_of,
+    group_ranks,
+    home_grid,
+    listed_spec,
     make_tiling,
     natural_spec,
     shard_whole,
 )
+from shardwise.simulation import pickling
 from shardwise.simulation.parts import held_like
 from shardwise.simulation.ranks import rank_values
 
@@ -454,3 +463,53 @@ def first_sharded(args: Any, kwargs: Any) -> ShardedTensor:
             if isinstance(x, ShardedTensor):
                 return x
     raise AssertionError("called for a sharded tensor")
+
+
+# -- pickling ------------------------------------------------------------------------------------
+# Pickled sharded tensors: a process group is kept as its ranks, and looked up when loading.
+
+
+_group: contextvars.ContextVar[Any] = contextvars.ContextVar("process group", default=None)
+
+
+@contextlib.contextmanager
+def load_with_process_group(process_group: Any) -> Iterator[Any]:
+    """Inside, loaded sharded tensors belong to this group, not to the whole world."""
+    token = _group.set(process_group)
+    try:
+        yield process_group
+    finally:
+        _group.reset(token)
+
+
+def packed(local: torch.Tensor, tiling: Tiling) -> tuple[Any, Any, Any]:
+    """A sharded tensor as this process's local tensors and plain values."""
+    grid = tiling.grid
+    grid_facts = (tiling.shape, grid.device_type, grid.ranks)
+    return pickling.packed(local), encode_spec(listed_spec(tiling)), grid_facts
+
+
+def unpacked(held: Any, spec: Any, meta: Any) -> tuple[torch.Tensor, Tiling]:
+    """The reverse, in the current world."""
+    shape, device_type, ranks = meta
+    pickling.check_world(held, both=False)
+    if dist.is_initialized():
+        grid = home_grid(group_of_load(ranks, "The tensor"), device_type)
+    else:
+        grid = grid_like(device_type, (len(ranks),), tuple(ranks), None)
+    tiling = make_tiling(decode_spec(spec), tuple(shape), grid)
+    first = held[1] if held[0] == "real" else held[1][0]
+    return checked_local(held, tiling.layout(first.dtype)), tiling
+
+
+def group_of_load(ranks: Sequence[int], what: str) -> Any:
+    """The group of the load; raises where `what` was saved on other ranks."""
+    group = _group.get()
+    found = group_ranks(group)
+    if found != tuple(ranks):
+        raise WorldError(
+            f"{what} was saved on the group of ranks {list(ranks)}, but is loaded on "
+            f"{list(found)}. Put the load under load_with_process_group(group) with such a group, "
+            "or reshard(spec) before saving."
+        )
+    return group

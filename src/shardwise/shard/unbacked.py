@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from shardwise._torch.pytree import tree_flatten, tree_map_only, tree_unflatten
+from shardwise._torch.functions import tree_flatten, tree_map_only, tree_unflatten
 from shardwise.core.layout import Layout, contiguous_stride, make_layout
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import Partial

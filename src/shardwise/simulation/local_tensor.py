@@ -22,14 +22,21 @@ import torch
 
 from shardwise._torch.dispatch import make_wrapper, no_torch_function
 from shardwise._torch.frames import Asker, asker
-from shardwise._torch.functions import compare_by, neg_view
-from shardwise._torch.pytree import tree_flatten, tree_iter, tree_unflatten
-from shardwise.core.code_version import source_digest
+from shardwise._torch.functions import compare_by, neg_view, tree_flatten, tree_iter, tree_unflatten
+from shardwise.core.encode import source_digest
 from shardwise.core.sizes import unrecorded
 from shardwise.core.untraced import untraced
 from shardwise.core.world import World, simulated_world, world_caches
 from shardwise.errors import RankMismatchError
-from shardwise.simulation.rank_int import RankIntNode, rank_int, rank_values_of
+from shardwise.simulation.rank_int import (
+    RankIntNode,
+    differing,
+    no_constants,
+    rank_int,
+    rank_values_of,
+    stand_in,
+    traced_stand_in,
+)
 from shardwise.simulation.roster import (
     Roster,
     agreed_value,
@@ -40,7 +47,6 @@ from shardwise.simulation.roster import (
     same_values,
     spans,
 )
-from shardwise.simulation.stand_in import differing, no_constants, stand_in, traced_stand_in
 
 #: op -> function(op, args, kwargs), for ops that do not run part by part; mostly filled by
 #: simulation.collectives.

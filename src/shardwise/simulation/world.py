@@ -1,4 +1,4 @@
-"""A simulated world: one process that runs all ranks, and its process group.
+"""A simulated world: one process that runs all ranks, or one rank without values.
 
 `torch.distributed` reports a world of the given size, with this process as rank 0. Meshes and
 submeshes are made as usual, and every DTensor made inside holds a LocalTensor. On exit, the state
@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise._torch.c10d import FakeWork, HashStore, fresh_c10d
+from shardwise._torch.c10d import FakeWork, HashStore, fresh_c10d, silent_group
 from shardwise.core.world import World, enter_world, leave_world
 from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.simulation.collectives import (
@@ -307,3 +307,36 @@ def _simulated_world(world_size: int) -> Iterator[World]:
 
 def _make_group(options: Any, backend_options: Any) -> Any:
     return SimulatedGroup(options.group_rank, options.group_size, options.group_id)
+
+
+# -- one rank ------------------------------------------------------------------------------------
+# One rank of a world of any size, played without values: shapes, layouts and collectives alone.
+#
+# `simulate` plays all ranks, which takes as long as they are many. Here this process is one rank,
+# and its tensors are on the meta device: collectives return shapes, so nothing is sent or computed.
+# What ranks compare before they shard is real: every other rank answers as this one does.
+
+
+_ONE_RANK = "shardwise_one_rank"
+
+
+@contextlib.contextmanager
+def play_one_rank(rank: int, world_size: int) -> Iterator[World]:
+    """This process as one rank of a world in which tensors have no values."""
+    if _ONE_RANK not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            _ONE_RANK, _make_one_rank, extended_api=True, devices=["cpu", "cuda"]
+        )
+    with fresh_c10d():
+        dist.init_process_group(_ONE_RANK, store=HashStore(), rank=rank, world_size=world_size)
+        world = enter_world(dist.GroupMember.WORLD, simulated=False)
+        world.has_values = False
+        try:
+            with torch.device("meta"):
+                yield world
+        finally:
+            leave_world(world)
+
+
+def _make_one_rank(options: Any, backend_options: Any) -> Any:
+    return silent_group(options.group_rank, options.group_size)

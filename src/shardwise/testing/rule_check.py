@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise._torch.schema import OpOverload
+from shardwise._torch.dispatch import OpOverload
 from shardwise.core.layout import Layout, partials_commute
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE, SUM, Partial, Placement, Replicate, Shard
 from shardwise.dispatch.rule import Call, Rule, TensorMeta
 from shardwise.simulation.world import simulate
-from shardwise.testing.alone import Alone, OpCall, outcome_of
 from shardwise.testing.cases import Cases
+from shardwise.testing.compare import Alone, OpCall, outcome_of
 from shardwise.testing.layouts import OperandLayouts, random_of
 from shardwise.testing.sample import (
     Sample,

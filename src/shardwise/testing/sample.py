@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise._torch.pytree import tree_leaves, tree_map
+from shardwise._torch.functions import tree_leaves, tree_map
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.mesh import Grid, grid_of
 from shardwise.core.placements import (
@@ -24,12 +24,11 @@ from shardwise.core.placements import (
     Shard,
     short,
 )
-from shardwise.dispatch.catalog import find_rule
+from shardwise.dispatch.catalog import Positional, find_rule, plain_op
 from shardwise.dispatch.infer import infer_outputs
 from shardwise.dispatch.local_call import local_call
 from shardwise.dispatch.propagate import CallPlan, every_plan
 from shardwise.dispatch.rule import Call, Rule, TensorMeta
-from shardwise.dispatch.schema import Positional, plain_op
 from shardwise.ops.lookup.embedding_rules import SparseRows
 from shardwise.testing.layouts import gather, scatter
 

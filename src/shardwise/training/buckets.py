@@ -1,4 +1,4 @@
-"""Buckets: parameters whose gradients are reduced together, flattened into one row."""
+"""What the reducer reduces together: buckets of dense gradients, row-sparse and plain ones."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm import collectives
+from shardwise.comm.watch import because
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE
 from shardwise.dtensor.tensor import DTensor
-from shardwise.ops.lookup.row_sparse import RowSparse
+from shardwise.errors import LayoutError
+from shardwise.ops.lookup import row_sparse
+from shardwise.ops.lookup.row_sparse import RowSparse, gather_rows
+from shardwise.simulation.parts import one_part, parts_of
 from shardwise.simulation.ranks import each_rank, localize, one_for_all, split_row
-from shardwise.training.contract import Reduction
+from shardwise.training.contract import Axis, Reduction, is_used_alike, ranks_along, tensor_axes
 
 #: A collective: along which axis of which mesh, and how it reduces.
 Collective = tuple[Grid, int, str]
@@ -114,3 +119,140 @@ def _set_gradient(
         if grid is layout.grid and placements[axis].is_partial():
             placements[axis] = REPLICATE
     parameter.grad = DTensor._wrap(view, layout.with_placements(tuple(placements)))
+
+
+# -- row gradients -------------------------------------------------------------------------------
+# Row-sparse gradients: reduced by gathering rows, so that no dense one is materialised.
+
+
+#: The kinds of a rank's gradient, in the order of precedence.
+NOTHING, ROWS, DENSE = range(3)
+
+
+def kinds_on_all_ranks(parameters: Sequence[nn.Parameter], axes: Sequence[Axis]) -> list[int]:
+    """For each parameter, the highest kind of its gradient on any rank along the axes."""
+    mine = [_kind(p.grad) for p in parameters]
+    grid = axes[0][0]
+    device = parameters[0].device
+    found: Any = each_rank(grid, lambda _: torch.tensor(mine, device=device), axes=())
+    for axis in axes:
+        found = collectives.all_reduce(found, "max", *axis)
+    return one_for_all(found).tolist()
+
+
+def _kind(grad: torch.Tensor | None) -> int:
+    if grad is None:
+        return NOTHING
+    return ROWS if _holds_rows(grad) else DENSE
+
+
+def _holds_rows(grad: torch.Tensor) -> bool:
+    here = one_part(grad)
+    return here.is_sparse and here.sparse_dim() == 1
+
+
+def average_rows(parameter: nn.Parameter, reduction: Reduction) -> None:
+    """Set the gradient of a parameter to the mean over ranks, as rows."""
+    grid = reduction.means[0][0]
+    rows, values = (localize(grid, each) for each in _parts(parameter, grid))
+    for axis in reduction.means:
+        rows, values = gather_rows(rows, values, *axis)
+    values = values * reduction.share
+    if isinstance(parameter, DTensor):
+        grad: Any = parameter.grad
+        layout = parameter._layout if grad is None else grad._layout
+        parameter.grad = row_sparse.make(layout, rows, values)
+        return
+    size = tuple(parameter.shape)
+
+    def make(_: Any, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return torch.sparse_coo_tensor(rows.unsqueeze(0), values, size, check_invariants=False)
+
+    held = [localize(grid, one_for_all(each)) for each in (rows, values)]
+    made = each_rank(grid, make, *held, axes=())
+    parts = parts_of(made)
+    parameter.grad = parts[0] if len(parts) == 1 else made
+
+
+def _parts(parameter: nn.Parameter, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row numbers and rows of this rank's gradient; empty where it has none."""
+    grad: Any = parameter.grad
+    if isinstance(grad, RowSparse):
+        return grad._rows, grad._local
+    if grad is None:
+        local = getattr(parameter, "_local", parameter).detach()
+        return torch.empty(0, dtype=torch.int64, device=parameter.device), local[:0]
+
+    def apart(_: Any, here: torch.Tensor) -> Any:
+        return here._indices()[0], here._values()
+
+    return each_rank(grid, apart, localize(grid, grad), axes=())
+
+
+# -- plain gradients -----------------------------------------------------------------------------
+# The check that plain gradients are equal along tensor axes.
+#
+# Between sharded layers, each rank has some of the columns, heads or positions. A plain parameter
+# that is used there gets a gradient of those only, and the replicas would diverge.
+
+
+#: The tolerance for sums of the same numbers, by the size of the dtype: GPU kernels may add in
+#: different orders.
+_TOLERANCE = {8: 1e-6, 4: 1e-3, 2: 3e-2, 1: 0.2}
+
+
+def check_plain_gradients(module: nn.Module) -> None:
+    """Raise, on all ranks, where a plain gradient differs along an axis that styles split along."""
+    plain = {
+        name: p
+        for name, p in module.named_parameters()
+        if p.requires_grad and is_used_alike(p) and not p.is_meta
+    }
+    for (grid, axis), reason in tensor_axes(module).items() if plain else ():
+        if len(ranks_along(grid, axis)) < 2:
+            continue
+        with torch.no_grad(), because("a check of plain gradients", implicit=False):
+            odd = _different(list(plain.values()), grid, axis)
+        if any(odd):
+            names = [name for name, differs in zip(plain, odd, strict=True) if differs]
+            raise LayoutError(
+                f"The gradients of {names} differ between the ranks along axis "
+                f"{grid.axis_name(axis)!r} of {grid!r}. {reason[0].upper()}{reason[1:]}; between "
+                "such layers each rank has some of the columns, heads or positions, and a plain "
+                "parameter that is used there gets the gradient of those alone. Give its module an "
+                'entry in the plan ("replicated_with_grad_allreduce" for a norm of each head, '
+                "SequenceParallel() for a sequence in parts), or add the gradient up yourself in a "
+                "hook of the parameter."
+            )
+
+
+def _different(parameters: Sequence[nn.Parameter], grid: Grid, axis: int) -> list[bool]:
+    grads = [localize(grid, _local_gradient(p)) for p in parameters]
+
+    def sums(_: Any, *here: torch.Tensor) -> torch.Tensor:
+        found = [_sums(grad) for grad in here]
+        row = torch.stack(found).to(torch.float64 if grid.device_type != "mps" else torch.float32)
+        return torch.cat([row, -row])
+
+    row = each_rank(grid, sums, *grads, axes=())
+    largest = one_for_all(collectives.all_reduce(row, "max", grid, axis))
+    found = [False] * len(parameters)
+    for part in parts_of(largest):
+        high, low = part.chunk(2)
+        for number, parameter in enumerate(parameters):
+            allowed = _TOLERANCE[min(parameter.element_size(), 8)] * high[number, 1]
+            found[number] |= bool((high[number] + low[number] > allowed).any())
+    return found
+
+
+def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.grad is None:
+        return torch.zeros(1, device=parameter.device)
+    return parameter.grad._local if isinstance(parameter.grad, DTensor) else parameter.grad
+
+
+def _sums(grad: torch.Tensor) -> torch.Tensor:
+    values = grad._values() if grad.is_sparse else grad
+    wide = torch.view_as_real(values) if values.is_complex() else values
+    wide = wide.detach().double()
+    return torch.stack([wide.sum(), wide.abs().sum()])

@@ -9,10 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.dtensor.gradients import BUCKET_BYTES
 from shardwise.errors import LayoutError
-from shardwise.training.contract import DataAxes, forbid_both, tensor_axes
-from shardwise.training.mesh_axes import mesh_axes
+from shardwise.training.contract import DataAxes, forbid_both, mesh_axes, sync_values, tensor_axes
 from shardwise.training.reducer import declare, declared_module
-from shardwise.training.start_values import sync_values
 
 
 def data_parallel(

@@ -34,11 +34,15 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
 from shardwise.simulation.parts import copy_per_rank, is_per_rank, roster_of
 from shardwise.training.buckets import (
+    ROWS,
     Bucket,
     Collective,
     SentBucket,
+    average_rows,
+    check_plain_gradients,
     collectives_for,
     flattened,
+    kinds_on_all_ranks,
     make_buckets,
     put_back,
 )
@@ -47,11 +51,9 @@ from shardwise.training.contract import (
     Reduction,
     is_used_alike,
     reduction_of,
+    sync_values,
     tensor_axes,
 )
-from shardwise.training.plain_gradients import check_plain_gradients
-from shardwise.training.row_gradients import ROWS, average_rows, kinds_on_all_ranks
-from shardwise.training.start_values import sync_values
 
 #: The attribute of a module with its declaration.
 _DECLARED = "_declared_module"

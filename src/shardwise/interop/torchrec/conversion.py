@@ -25,7 +25,7 @@ from shardwise.embedding.collection import EmbeddingBagCollection, EmbeddingColl
 from shardwise.embedding.plan import Plan
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
 from shardwise.interop.dtensors import is_alone
-from shardwise.lookup.table import Table
+from shardwise.lookup.tiling import Table
 
 Collection = EmbeddingBagCollection | EmbeddingCollection
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.interop.torchrec.collections import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.lookup.optimizers import SGD, Adagrad, Adam, FusedOptimizer, RowWiseAdagrad
-from shardwise.lookup.table import Table
+from shardwise.lookup.tiling import Table
 from shardwise.planner.planning import plan as find_plan
 
 Collection = EmbeddingBagCollection | EmbeddingCollection

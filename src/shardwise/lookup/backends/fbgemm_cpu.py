@@ -13,8 +13,7 @@ import torch
 
 from shardwise.errors import ArgumentError
 from shardwise.lookup.backends.backend import Query
-from shardwise.lookup.backends.by_row import in_parts
-from shardwise.lookup.backends.torch_kernels import TorchBackend
+from shardwise.lookup.backends.torch_kernels import TorchBackend, in_parts
 from shardwise.lookup.optimizers import SGD, Adagrad, RowUpdate, RowWiseAdagrad
 
 _SUM = 0

@@ -11,9 +11,8 @@ import torch
 from shardwise.errors import ArgumentError
 from shardwise.kernels import DTYPES as FUSED_DTYPES
 from shardwise.lookup.backends.backend import Backend, Query, look_up_stacks, update_stacks
-from shardwise.lookup.backends.by_row import products_of_rows
 from shardwise.lookup.backends.fbgemm_cpu import FbgemmBackend
-from shardwise.lookup.backends.torch_kernels import TorchBackend
+from shardwise.lookup.backends.torch_kernels import TorchBackend, products_of_rows
 from shardwise.lookup.optimizers import RowUpdate, RowWiseAdagrad
 
 #: Columns from which on fbgemm updates faster than torch.

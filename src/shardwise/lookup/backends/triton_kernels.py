@@ -14,9 +14,13 @@ from typing import NamedTuple
 import torch
 
 from shardwise.errors import UnsupportedError
-from shardwise.kernels.lookup import Trace, pooled_lookup, row_lookup
-from shardwise.kernels.notes import noted
-from shardwise.kernels.sample_grads import per_sample_weight_grads
+from shardwise.kernels.lookup import (
+    Trace,
+    noted,
+    per_sample_weight_grads,
+    pooled_lookup,
+    row_lookup,
+)
 from shardwise.kernels.tables import IdBags, KnownSets, TableSet, first_bags, one_after_another
 from shardwise.kernels.update import row_sums, update
 from shardwise.lookup.backends.backend import Query

@@ -13,7 +13,7 @@ from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.dispatch.notation import linear_choices
 from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
 from shardwise.lookup.ids import has_values, owned
-from shardwise.ops.lookup import fused_bags
+from shardwise.ops.lookup import bag_shape
 from shardwise.ops.lookup.bag_rules import pooled
 from shardwise.ops.lookup.bag_shape import (
     MODE_MEAN,
@@ -104,9 +104,9 @@ def _dense_grad(
     table: Layout, coordinate: Coordinate, grad: torch.Tensor, bags: Bags, mode: int, by_freq: bool
 ) -> torch.Tensor:
     """The gradient of the rows that this rank owns."""
-    if fused_bags.take_grad(grad) and not by_freq:
+    if bag_shape.take_grad(grad) and not by_freq:
         (first_row, _), (num_rows, _) = table.box(coordinate)
-        return fused_bags.table_grad(grad, bags, first_row, num_rows, mode)
+        return bag_shape.table_grad(grad, bags, first_row, num_rows, mode)
     if not has_values(bags.ids) or bags.ids.is_cuda:
         return _masked_grad(table, coordinate, grad, bags, mode, by_freq)
     rows, values = _owned_grads(table, coordinate, grad, bags, mode, by_freq)
@@ -125,8 +125,8 @@ def _owned_grads(
     if bags.offsets is not None and bag.numel() and int(bag[-1]) >= grad.shape[0]:
         inside = (bag < grad.shape[0]).nonzero().squeeze(1)
         rows, places, bag = rows[inside], places[inside], bag[inside]
-    if fused_bags.take_grad(grad) and not by_freq:
-        return fused_bags.row_grads(grad, bags, rows, places, mode)
+    if bag_shape.take_grad(grad) and not by_freq:
+        return bag_shape.row_grads(grad, bags, rows, places, mode)
     values = grad.index_select(0, bag)
     if bags.weights is not None:
         values = values * bags.weights.reshape(-1).index_select(0, places).unsqueeze(-1)
@@ -261,8 +261,8 @@ def _along_rows(
     table: Layout, coordinate: Coordinate, grad: torch.Tensor, weight: torch.Tensor, bags: Bags
 ) -> torch.Tensor:
     """The dot products of the rows that this rank owns with their bags' gradients."""
-    if fused_bags.take_table(weight):
-        return fused_bags.sample_grad(grad, weight, bags, table.box(coordinate)[0][0])
+    if bag_shape.take_table(weight):
+        return bag_shape.sample_grad(grad, weight, bags, table.box(coordinate)[0][0])
     if type(weight.shape[0]) is int and weight.shape[0] == 0:
         return grad.new_zeros(bags.ids.shape)
     row, skipped = bags.rows(table, coordinate)

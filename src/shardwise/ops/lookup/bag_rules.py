@@ -20,7 +20,7 @@ from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.dispatch.notation import linear_choices
 from shardwise.dispatch.rule import Call, Choice, CollectiveCost, LocalCall, Rule, Table, table
 from shardwise.lookup.ids import check_ids, check_offsets, has_values, owned
-from shardwise.ops.lookup import fused_bags
+from shardwise.ops.lookup import bag_shape
 from shardwise.ops.lookup.bag_shape import (
     MODE_MEAN,
     MODE_SUM,
@@ -127,8 +127,8 @@ def _rows_here(
     table: Layout, coordinate: Coordinate, weight: torch.Tensor, bags: Bags, mode: int
 ) -> torch.Tensor:
     """The sum, or the term of the mean, of the rows that this rank owns."""
-    if fused_bags.take_table(weight):
-        return fused_bags.sums(weight, bags, table.box(coordinate)[0][0], mode)
+    if bag_shape.take_table(weight):
+        return bag_shape.sums(weight, bags, table.box(coordinate)[0][0], mode)
     if not table.axes_of(0):
         return _on_one_device(weight, bags, mode)
     compact = has_values(bags.ids) and not bags.ids.is_cuda

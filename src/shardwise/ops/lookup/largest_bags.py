@@ -19,7 +19,7 @@ from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.dispatch.notation import linear_choices
 from shardwise.dispatch.rule import Call, Choice, CollectiveCost, LocalCall, Rule, Table, table
 from shardwise.lookup.ids import check_ids, check_offsets, local_rows
-from shardwise.ops.lookup import fused_bags
+from shardwise.ops.lookup import bag_shape
 from shardwise.ops.lookup.bag_grads import columns_and_rows
 from shardwise.ops.lookup.bag_rules import (
     are_ids_sharded,
@@ -121,8 +121,8 @@ def _rows_here(
     table: Layout, coordinate: Coordinate, weight: torch.Tensor, bags: Bags
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `_segment_max`, among the rows that this rank owns."""
-    if fused_bags.take_table(weight):
-        return fused_bags.largest(weight, bags, table.box(coordinate)[0][0])
+    if bag_shape.take_table(weight):
+        return bag_shape.largest(weight, bags, table.box(coordinate)[0][0])
     flat = bags.ids.reshape(-1)
     skipped = flat == bags.padding_idx
     if not table.axes_of(0):

@@ -28,8 +28,8 @@ from shardwise.dispatch.foreach import UNSCALE
 from shardwise.dtensor.compile import FlatContext, context_of, part_names
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.lookup.ids import distinct, segment_sums
 from shardwise.lookup.optimizers import add_distinct_rows
-from shardwise.lookup.order import distinct, segment_sums
 from shardwise.ops.lookup.embedding_rules import SparseRows
 from shardwise.simulation.parts import from_parts, held_like, parts_of, roster_of
 from shardwise.simulation.ranks import each_rank, one_for_all

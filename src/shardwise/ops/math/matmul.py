@@ -17,6 +17,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.core.sizes import Size
 from shardwise.core.untraced import UntracedFunction
+from shardwise.dispatch.catalog import functional_twin
 from shardwise.dispatch.notation import (
     Dims,
     linear_choices,
@@ -26,7 +27,6 @@ from shardwise.dispatch.notation import (
     sharded_choices,
 )
 from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, TensorMeta, table
-from shardwise.dispatch.schema import functional_twin
 from shardwise.dtensor.autograd import bare_apply, direct_apply, gradient_layout, gradient_layout_of
 from shardwise.dtensor.snapshots import current
 from shardwise.dtensor.tensor import DTensor, run

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise._torch.schema import decompositions
+from shardwise._torch.dispatch import decompositions
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dispatch.local_call import DIVISIONS
 from shardwise.dispatch.notation import Group, parse, pattern_choices

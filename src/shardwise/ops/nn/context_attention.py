@@ -23,17 +23,19 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.comm import collectives
 from shardwise.comm.watch import because
-from shardwise.core.autocast import without_autocast
 from shardwise.core.mesh import Coordinate, Grid
-from shardwise.core.untraced import UntracedFunction
+from shardwise.core.untraced import UntracedFunction, without_autocast
 from shardwise.errors import LayoutError
-from shardwise.ops.nn.attention_tiles import AttentionKernel, add_tile, repeated, summed
-from shardwise.ops.nn.context_schedule import (
+from shardwise.ops.nn.context_tiles import (
+    AttentionKernel,
     Range,
     RowBytes,
     Schedule,
+    add_tile,
     heads_s,
+    repeated,
     ring_s,
+    summed,
     tiles,
 )
 from shardwise.simulation.parts import sized

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from shardwise._torch.schema import decompositions
+from shardwise._torch.dispatch import decompositions
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.core.sizes import Size, equal
 from shardwise.core.untraced import UntracedFunction
+from shardwise.dispatch.catalog import in_order
 from shardwise.dispatch.notation import linear_choices, rule
 from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, empty_safe, table
-from shardwise.dispatch.schema import in_order
 from shardwise.dtensor.plain_operands import class_losses
 from shardwise.dtensor.tensor import run
 from shardwise.errors import UnsupportedError

@@ -18,9 +18,8 @@ from shardwise.core.sizes import lengths
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import RedistributionError
-from shardwise.ops.nn.attention_tiles import choose_kernel
 from shardwise.ops.nn.context_attention import AxisGroup, ContextAttention, choose
-from shardwise.ops.nn.context_schedule import schedule, spans
+from shardwise.ops.nn.context_tiles import choose_kernel, schedule, spans
 from shardwise.ops.operands import all_distributed
 from shardwise.simulation.parts import one_part
 

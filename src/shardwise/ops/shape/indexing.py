@@ -14,9 +14,9 @@ import torch
 
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.core.sizes import Size, equal, equal_shapes
+from shardwise.dispatch.catalog import functional_twin
 from shardwise.dispatch.notation import Group, linear_choices
 from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, TensorMeta, table
-from shardwise.dispatch.schema import functional_twin
 from shardwise.ops.shape.owned_index import (
     Advanced,
     OwnedGather,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise._torch.schema import decompositions
+from shardwise._torch.dispatch import decompositions
 from shardwise.core.layout import shard_with
 from shardwise.core.placements import Partial, Shard
 from shardwise.core.sizes import Size, divides, equal, lengths, smaller, surely_equal

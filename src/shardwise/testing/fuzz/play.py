@@ -18,8 +18,7 @@ from shardwise.errors import (
     MixedTensorsError,
     UnsupportedError,
 )
-from shardwise.testing.compare import Different, brief, gathered
-from shardwise.testing.fuzz.compare import difference, tolerance
+from shardwise.testing.compare import Different, brief, difference, gathered, tolerance
 from shardwise.testing.fuzz.program import Program, WorldState, run
 from shardwise.testing.fuzz.undefined import (
     ROUNDING,

@@ -14,8 +14,8 @@ import torch
 
 from shardwise._torch.autograd import current_node
 from shardwise._torch.dispatch import TorchDispatchMode
-from shardwise._torch.pytree import tree_leaves, tree_map
-from shardwise.testing.fuzz.compare import difference, tolerance
+from shardwise._torch.functions import tree_leaves, tree_map
+from shardwise.testing.compare import difference, tolerance
 from shardwise.testing.fuzz.hand import MOST
 from shardwise.testing.fuzz.program import Item, Program, Statement, WorldState
 from shardwise.testing.fuzz.worlds import OneDevice

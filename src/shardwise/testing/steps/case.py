@@ -25,11 +25,18 @@ from shardwise.parallel import (
     parallelize_module,
 )
 from shardwise.shard import ChunkShardingSpec, ShardingPlan, shard_module
+from shardwise.testing.layouts import TENSOR_AXIS, Mesh
 from shardwise.testing.loop import OPTIONS
-from shardwise.testing.mesh import TENSOR_AXIS, Mesh
 from shardwise.testing.steps.models import ANY_OPTIMIZER, KINDS, WIDTH, Kind, Trained
-from shardwise.testing.training import AUTOCAST_BOUND, BOUND, NUM_STEPS, Steps, Training
-from shardwise.testing.verdict import judge_in_processes, judge_simulated
+from shardwise.testing.training import (
+    AUTOCAST_BOUND,
+    BOUND,
+    NUM_STEPS,
+    Steps,
+    Training,
+    judge_in_processes,
+    judge_simulated,
+)
 
 #: The front doors, by their names in a case.
 DOORS = ("tp", "replicate", "dp", "fs", "cp", "ep", "sm", "tables", "dm")

@@ -9,8 +9,8 @@ from functools import cache
 
 import torch
 
+from shardwise.testing.layouts import Mesh
 from shardwise.testing.loop import OPTIONS, agree
-from shardwise.testing.mesh import Mesh
 from shardwise.testing.steps.case import Door, StepCase
 from shardwise.testing.steps.models import KINDS, Kind
 

@@ -17,9 +17,9 @@ from torch import nn
 
 from shardwise.comm import collectives
 from shardwise.comm.watch import because
-from shardwise.core.autocast import without_autocast
 from shardwise.core.layout import Layout, contiguous_stride, make_layout
 from shardwise.core.mesh import Coordinate, Grid, grid_like
+from shardwise.core.untraced import without_autocast
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.simulation.parts import one_part, parts_of, roster_of, sized

@@ -10,9 +10,7 @@ from torch import nn
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.training.fully_sharded.buffer import FlatBuffer
-from shardwise.training.fully_sharded.members import Member
-from shardwise.training.fully_sharded.nested import tensors_in
-from shardwise.training.fully_sharded.policies import CPUOffloadPolicy
+from shardwise.training.fully_sharded.members import CPUOffloadPolicy, Member, tensors_in
 
 SHARDED, STARTED, WHOLE = "sharded", "started", "whole"
 

@@ -19,10 +19,10 @@ from shardwise.dtensor import autograd
 from shardwise.dtensor.tensor import DTensor
 from shardwise.simulation.parts import one_part
 from shardwise.simulation.ranks import one_for_all
+from shardwise.training.contract import MeshAxes
 from shardwise.training.fully_sharded.buffer import FlatBuffer
 from shardwise.training.fully_sharded.gathered import GroupParameters
 from shardwise.training.fully_sharded.members import Member, ShardAxes
-from shardwise.training.mesh_axes import MeshAxes
 from shardwise.training.reducer import data_axes_along
 
 

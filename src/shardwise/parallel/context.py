@@ -29,12 +29,11 @@ from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
 from shardwise.ops.nn.context_attention import AxisGroup
 from shardwise.ops.nn.sequence_attention import POSITIONS, attend_locally
 from shardwise.parallel.style import prepend_input_hook
-from shardwise.plans.paths import matching_modules, no_match
+from shardwise.plans import matching_modules, no_match
 from shardwise.simulation.parts import one_part, sized
 from shardwise.simulation.ranks import on_plain_ranks
-from shardwise.training.contract import DataAxes
+from shardwise.training.contract import DataAxes, mesh_axes
 from shardwise.training.data_parallel import data_parallel
-from shardwise.training.mesh_axes import mesh_axes
 from shardwise.training.reducer import declared_module
 
 #: The inputs of Hugging Face's models that hold one entry for each position, and the dim.

@@ -23,26 +23,24 @@ from shardwise.comm.watch import because
 from shardwise.core.untraced import UntracedFunction, differentiated_once
 from shardwise.core.world import world_caches
 from shardwise.lookup.backends.registry import make_backend
-from shardwise.lookup.bags import FeatureBags, bags_of_one
 from shardwise.lookup.engine import Engine
-from shardwise.lookup.exchange import combined, ranks_present
+from shardwise.lookup.exchange import FeatureBags, bags_of_one, combined, ranks_present
 from shardwise.lookup.ids import dtype_fault
 from shardwise.lookup.prefetch import PrefetchedBatch, PrefetchQueue
 from shardwise.lookup.routing import Route
 from shardwise.lookup.scratch import Scratch
 from shardwise.lookup.step import RankStep
-from shardwise.lookup.table import Table
-from shardwise.lookup.tiling import tiling_of_one
+from shardwise.lookup.tiling import Table, tiling_of_one
 from shardwise.ops.lookup.row_sparse import make as make_row_sparse
-from shardwise.shard.lookup.lookup_args import (
+from shardwise.shard.local_batch import (
     BagBatch,
     LocalBags,
     Lookup,
+    Stage,
     pool,
     range_of,
     scaled_by_frequency,
 )
-from shardwise.shard.lookup.stage import Stage
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Tiling, local_of_shards, shards_of
 from shardwise.simulation.ranks import one_for_all, one_tensor, part_per_rank

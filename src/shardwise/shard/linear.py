@@ -22,9 +22,7 @@ from shardwise.core.mesh import Grid
 from shardwise.core.placements import Partial
 from shardwise.core.untraced import UntracedFunction, differentiated_once
 from shardwise.lookup.ids import has_values
-from shardwise.shard.compile import LayerCall, declare, traced
-from shardwise.shard.lookup.lookup_args import split_of
-from shardwise.shard.lookup.stage import Stage
+from shardwise.shard.local_batch import LayerCall, Stage, declare, split_of, traced
 from shardwise.shard.moves import exchanged
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import DimSplit, Tiling, local_of_shards, natural_spec

@@ -30,10 +30,10 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
 from shardwise.lookup.exchange import on_host
 from shardwise.parallel.boundary import TENSOR_AXIS, ModuleBoundary, Scale
-from shardwise.parallel.exchange.context import declare_data_axis
+from shardwise.parallel.context import declare_data_axis
 from shardwise.parallel.experts import ExpertParallel, Reached, check_inputs, holding
 from shardwise.parallel.style import owner_of
-from shardwise.plans.paths import matching_modules, no_match
+from shardwise.plans import matching_modules, no_match
 from shardwise.simulation.parts import one_part, sized
 from shardwise.simulation.ranks import each_rank, on_plain_ranks
 

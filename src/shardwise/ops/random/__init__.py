@@ -1,1 +1,0 @@
-"""Ops that draw: a sharded result holds its shard of what one device would draw."""
