@@ -148,7 +148,9 @@ def test_a_column_major_part_makes_a_column_major_tensor(mesh):
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
-@pytest.mark.parametrize("turn", [torch.t, lambda x: x.t()[1:], lambda x: x], ids=str)
+@pytest.mark.parametrize(
+    "turn", [torch.t, lambda x: x.t()[1:], lambda x: x], ids=["turned", "cut", "as it is"]
+)
 def test_the_gradient_of_the_whole_keeps_its_memory_order(mesh, placement, turn):
     """On one device a copy hands its gradient on; a draw like the gradient shows the order."""
 
