@@ -126,5 +126,8 @@ def test_launched_processes_can_use_a_gpu():
     """In a new process: what these tests import where processes are forked may have asked CUDA."""
     code = "import launch_programs as p; print(p.launch(p.sum_on_a_gpu, 2))"
     folder = Path(__file__).parent.parent
-    found = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True
+    )
     assert found.stdout == "[3.0, 3.0]\n", found.stderr
