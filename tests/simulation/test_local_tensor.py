@@ -156,6 +156,12 @@ def test_uneven_batches_are_computed_again():
     assert per_rank(x.grad) == per_rank(again.grad)
 
 
+def test_tensors_of_other_numbers_of_dims():
+    words = r"different numbers of dims \(rank 0: 1, rank 1: 2\)"
+    with simulate(2), pytest.raises(RankMismatchError, match=words):
+        LocalTensor.per_rank(lambda rank: torch.zeros((2,) * (rank + 1)))
+
+
 def test_a_norm_that_refuses_a_batch_of_one_does_not_decide_for_all_ranks():
     x = LocalTensor.per_rank(lambda rank: torch.ones(rank + 1, 2))
     with pytest.raises(RankMismatchError, match="rank 0 has"):

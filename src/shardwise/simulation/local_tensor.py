@@ -500,6 +500,12 @@ def _per_rank(
     roster: Roster, tuples: Sequence[Sequence[int]], node: type[RankIntNode] | None
 ) -> list[Any]:
     """Sizes or strides of the parts, as RankInts where they differ."""
+    if len(set(map(len, tuples))) > 1:
+        found = ", ".join(f"rank {r}: {len(tuples[roster.part_of(r)])}" for r in roster.ranks)
+        raise RankMismatchError(
+            f"The ranks' tensors have different numbers of dims ({found}). In a simulated world "
+            "only their sizes may differ: give all of them the same number of dims."
+        )
     columns = zip(*tuples, strict=True)
     return [
         rank_int(roster.world, roster.ranks, [column[part] for part in roster.index], node)
