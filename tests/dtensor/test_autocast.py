@@ -64,6 +64,30 @@ def test_results_and_gradients_have_the_dtypes_of_one_device(mesh, name, placeme
         torch.testing.assert_close(whole(x), expected.detach(), rtol=0.05, atol=0.1)
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=repr)
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=repr)
+def test_bilinear_rounds_as_torchs_kernel_does(mesh, dtype, placement, inside):
+    """Autocast sees the products in the kernel; its formula for gradients has exact operands."""
+    values = [torch.randn(shape).to(dtype) for shape in ((4, 3), (4, 5), (2, 3, 5), (2,))]
+    found = []
+    for lay in (torch.clone, lambda x: distribute_tensor(x, mesh, [placement])):
+        leaves = [lay(value).requires_grad_() for value in values]
+        with torch.autocast("cpu", torch.bfloat16):
+            result = F.bilinear(*leaves)
+            if inside:
+                result.sin().sum().backward()
+        if not inside:
+            result.sin().sum().backward()
+        found.append([result, *(leaf.grad for leaf in leaves)])
+    (expected, *grads), (result, *others) = found
+    assert torch.equal(whole(result), expected)
+    narrow = torch.bfloat16 if inside and dtype != torch.float64 else dtype
+    allowed = 8 * torch.finfo(narrow).eps
+    for grad, other in zip(grads, others, strict=True):
+        torch.testing.assert_close(whole(other), grad, rtol=allowed, atol=allowed)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=repr)
 def test_moving_a_tensor_casts_nothing(mesh, dtype):
     """Torch's own `cat` refuses half precision under autocast to bfloat16."""

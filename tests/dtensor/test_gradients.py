@@ -240,6 +240,29 @@ def test_hooks_may_change_gradients(mesh):
     assert after == [(Shard(0),)]
 
 
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=repr)
+def test_what_a_hook_makes_of_a_gradient_lies_as_the_leaf_does(mesh, placement):
+    leaf = lay(torch.ones(4, 4), mesh, placement).requires_grad_()
+    weights = torch.arange(16.0).view(4, 4)
+    for factor in (lay(weights, mesh, Shard(0)), lay(weights, mesh, Shard(1))):
+        leaf.register_hook(lambda grad, by=factor: (grad.t() * by).t())
+    leaf.sum().backward()
+    assert leaf.grad.placements == (placement,)
+    assert torch.equal(value(leaf.grad), weights.t().square())
+    leaf.data = lay(torch.zeros(4, 4), mesh, Replicate())
+    leaf.grad = None
+    leaf.sum().backward()
+    assert leaf.grad.placements == (Replicate(),)
+
+
+def test_a_hook_on_a_leaf_without_entries(mesh):
+    """Its gradient is `Partial(product)`, and the cheapest product of that is sharded."""
+    leaf = lay(torch.ones(0, 1), mesh, Partial("product")).requires_grad_()
+    leaf.register_hook(lambda grad: grad * 0.75)
+    torch.cummin(leaf, 1)[0].sin().sum().backward()
+    assert leaf.grad.placements == (Replicate(),)
+
+
 @pytest.mark.parametrize(("bucket_bytes", "expected"), [(1 << 20, 2), (400, 4), (1, 8)])
 def test_gradients_are_bucketed_per_axis_and_dtype(square, bucket_bytes, expected):
     """Four gradients of 200 bytes, Partial over both axes: as many collectives as buckets."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -241,7 +242,8 @@ class DTensor(Wrapped):
 
     def register_hook(self, hook: Any) -> Any:
         """As for any tensor; not called where backward finds no gradient."""
-        return super().register_hook(functools.partial(_call_with_gradient, hook))
+        leaf = weakref.ref(self) if self.is_leaf else None
+        return super().register_hook(functools.partial(_call_with_gradient, hook, leaf))
 
     @untraced
     def _get_data(self) -> Any:
@@ -631,10 +633,19 @@ install(DTensor.from_local, DTensor.redistribute, DTensor.to_local)
 
 
 @untraced
-def _call_with_gradient(hook: Any, grad: Any) -> Any:
+def _call_with_gradient(hook: Any, leaf: weakref.ref[DTensor] | None, grad: Any) -> Any:
     """A function with several inputs gives None to those that nothing used, and torch passes it
-    on to hooks; on one device they would not be called."""
-    return None if grad is None else hook(grad)
+    on to hooks; on one device they would not be called.
+
+    What a hook makes of the gradient of a leaf has the leaf's layout too.
+    """
+    found = None if grad is None else hook(grad)
+    owner = leaf() if leaf is not None and type(found) is DTensor else None
+    if owner is None:
+        return found
+    layout = autograd.gradient_layout(owner._layout)
+    moved = autograd.lies_like(DTensor, layout, found)
+    return found if moved is None else moved
 
 
 def _lasting(attributes: dict[str, Any]) -> dict[str, Any]:

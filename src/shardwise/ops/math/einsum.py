@@ -25,7 +25,7 @@ from shardwise.dispatch.notation import (
 from shardwise.dispatch.rule import Call, Choice, Rule, Table, table
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
-from shardwise.ops.operands import as_view, fake
+from shardwise.ops.operands import all_distributed, as_view, fake
 
 aten = torch.ops.aten
 
@@ -160,56 +160,60 @@ class Like(NamedTuple):
 
 
 class Contract(UntracedFunction):
+    """With `inner`, autocast sees the products, but neither the operands nor the result."""
+
     @staticmethod
-    def forward(ctx: Any, equation: str, *operands: Any) -> Any:
-        ctx.equation = equation
+    def forward(ctx: Any, equation: str, inner: bool, *operands: Any) -> Any:
+        ctx.equation, ctx.inner = equation, inner
         ctx.likes = tuple(map(Like.of, operands))
         # Each is saved only for the gradients of the others.
-        wanted = ctx.needs_input_grad[1:]
+        wanted = ctx.needs_input_grad[2:]
         others = [sum(wanted) > wanted[number] for number in range(len(operands))]
         ctx.kept = any(others)
         if ctx.kept:  # else backward may run twice: nothing is saved
             kept = (x if o else None for x, o in zip(operands, others, strict=True))
             ctx.save_for_backward(*kept)
-        return run(contract, equation, *operands)
+        return _run_contract(equation, inner, operands)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         inputs, output = split_equation(ctx.equation)
         operands = ctx.saved_tensors if ctx.kept else (None,) * len(inputs)
-        needed = ctx.needs_input_grad[1:]
-        return None, *(
-            _operand_grad(number, inputs, output, grad, operands, ctx.likes[number])
-            if wanted
-            else None
-            for number, wanted in enumerate(needed)
-        )
+        grads: list[Any] = []
+        for number, wanted in enumerate(ctx.needs_input_grad[2:]):
+            # The product of the result's gradient with the other operands.
+            letters = [output, *inputs[:number], *inputs[number + 1 :]]
+            factors = [grad, *operands[:number], *operands[number + 1 :]]
+            like = ctx.likes[number]
+            made = spread(inputs[number], like, letters, factors, ctx.inner) if wanted else None
+            grads.append(made)
+        return None, None, *grads
 
 
 _apply_contract = direct_apply(Contract)
 
 
-def contracted(equation: str, *operands: Any) -> Any:
+def contracted(equation: str, *operands: Any, inner: bool = False) -> Any:
     if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
-        return _apply_contract(equation, *operands)
-    return run(contract, equation, *operands)
+        return _apply_contract(equation, inner, *operands)
+    return _run_contract(equation, inner, operands)
 
 
-def _operand_grad(
-    number: int, inputs: list[str], output: str, grad: Any, operands: Any, like: Like
+def _run_contract(equation: str, inner: bool, operands: Sequence[Any]) -> Any:
+    narrow = _cpu_autocast_dtype(operands[0]) if inner and is_autocast() else None
+    if narrow is None or operands[0].dtype == torch.float64:
+        return run(contract, equation, *operands)
+    return run(contract, equation, *(x.to(narrow) for x in operands)).to(operands[0].dtype)
+
+
+def spread(
+    wanted: str, like: Like, letters: list[str], factors: list[Any], inner: bool = False
 ) -> Any:
-    """The gradient of one operand: the product of the result's gradient with the others."""
-    others = [o for i, o in enumerate(operands) if i != number]
-    letters = [s for i, s in enumerate(inputs) if i != number]
-    return spread(inputs[number], like, [output, *letters], [grad, *others])
-
-
-def spread(wanted: str, like: Like, letters: list[str], factors: list[Any]) -> Any:
     """The product with the letters of `wanted`; letters that no factor has are expanded."""
     known = "".join(c for c in wanted if any(c in s for s in letters))
     first, *rest = factors
     factors = [first, *(f.conj_physical() if f.is_complex() else f for f in rest)]
-    found = contracted(f"{','.join(letters)}->{known}", *factors)
+    found = contracted(f"{','.join(letters)}->{known}", *factors, inner=inner)
     for place, letter in enumerate(wanted):
         if letter not in known:
             found = found.unsqueeze(place)
@@ -275,16 +279,22 @@ def _as_autocast(equation: str, tensors: list[Any], path: Any) -> list[Any]:
     On the CPU autocast applies to the matrix products of torch's decomposition, but not to
     elementwise ones. Torch itself tells, on tiny tensors.
     """
-    device = tensors[0].device.type
-    if device != "cpu" or not torch.is_autocast_enabled(device):
+    dtype = _cpu_autocast_dtype(tensors[0])
+    if dtype is None:
         return tensors
     wide = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
     kinds = tuple(zip(_small_shapes(tensors), (t.dtype for t in tensors), strict=True))
     steps = None if path is None else tuple(path)
-    narrow = unrecorded(_einsum_dtype, equation, kinds, steps, torch.get_autocast_dtype(device))
+    narrow = unrecorded(_einsum_dtype, equation, kinds, steps, dtype)
     if narrow == wide:
         return tensors
     return [t.to(narrow) if t.is_floating_point() else t for t in tensors]
+
+
+def _cpu_autocast_dtype(x: Any) -> torch.dtype | None:
+    """The dtype of autocast if it is on for `x` on the CPU; GPUs cast before the op arrives."""
+    on = x.device.type == "cpu" and torch.is_autocast_enabled("cpu")
+    return torch.get_autocast_dtype("cpu") if on else None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -300,9 +310,13 @@ def _einsum_dtype(
 
 
 def bilinear(left: Any, right: Any, weight: Any, bias: Any = None) -> Any:
-    if any(type(n) is int and n == 0 for x in (left, right, weight) for n in x.shape):
+    left, weight, right = operands = all_distributed(aten.bilinear.default, [left, weight, right])
+    letters = as_contraction("...i,oij,...j->...o", [x.shape for x in operands])
+    empty = any(type(n) is int and n == 0 for x in operands for n in x.shape)
+    if letters is None or empty or not left.dtype == right.dtype == weight.dtype:
         aten.bilinear.default(fake(left), fake(right), fake(weight))  # torch's checks
-    out = _einsum("...i,oij,...j->...o", [left, weight, right])  # autocast ignores it
+    assert letters is not None, "torch takes only sizes that fit"
+    out = contracted(letters, *operands, inner=True)
     return as_view(out) if bias is None else out + bias
 
 
