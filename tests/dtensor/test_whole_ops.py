@@ -390,3 +390,44 @@ def test_rms_norm_adds_what_one_device_adds_to_small_values(mesh, placement, dty
     value = torch.linspace(-2e-3, 2e-3, 24).reshape(6, 4).to(dtype)
     found = F.rms_norm(distribute_tensor(value, mesh, [placement]), (4,))
     torch.testing.assert_close(whole(found), F.rms_norm(value, (4,)), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Shard(2)], ids=repr)
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
+@pytest.mark.parametrize("shape", [(4, 5, 3), (4, 5, 2, 3)], ids=str)
+def test_the_gradient_of_a_loss_by_position_lies_as_on_one_device(mesh, loss, shape, placement):
+    values = torch.randn(shape)
+    target = torch.randint(0, 5, (shape[0], *shape[2:]))
+
+    def grad(x, target):
+        (found,) = torch.autograd.grad(loss(x, target, reduction="none").sin().sum(), x)
+        return found
+
+    one = grad(values.clone().requires_grad_(), target)
+    x = shardwise.distribute_tensor(values, mesh, [placement]).requires_grad_()
+    sharded = grad(x, shardwise.distribute_tensor(target, mesh, [Replicate()]))
+    assert sharded.stride() == one.stride()
+    torch.testing.assert_close(sharded.full_tensor().agreed(), one)
+
+
+def test_a_loss_copies_positions_that_are_not_contiguous_as_one_device_does(mesh):
+    """So a write to the scores before backward is no error."""
+    values, target = torch.randn(3, 5, 4), torch.randint(0, 5, (4, 3))
+
+    def grad(place):
+        x = place(values).requires_grad_()
+        with torch.no_grad():
+            x.transpose_(0, 2).transpose_(1, 2).transpose_(1, 2)
+        loss = F.nll_loss(x, place(target))
+        with torch.no_grad():
+            x.add_(1)
+        loss.backward()
+        return x.grad
+
+    sharded = grad(lambda t: shardwise.distribute_tensor(t, mesh, [Replicate()]))
+    torch.testing.assert_close(sharded.full_tensor().agreed(), grad(torch.clone))
+
+
+def test_a_mean_over_soft_targets_without_classes_is_nan(mesh):
+    scores = shardwise.distribute_tensor(torch.zeros(4, 0, 3), mesh, [Shard(0)])
+    assert F.cross_entropy(scores, scores).full_tensor().agreed().isnan()

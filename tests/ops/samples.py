@@ -245,11 +245,13 @@ def _loss() -> list[Sample]:
         Sample(aten._log_softmax_backward_data.default, (x, y, 0, torch.float32)),
         Sample(aten.nll_loss_forward.default, (x, classes, None, 1, -100)),
         Sample(aten.nll_loss_forward.default, (x, classes, t(6), 2, -100)),
-        Sample(loss.nll, (x, classes, -100)),
+        Sample(loss.nll, (x, classes, -100, 1)),
+        Sample(loss.nll, (t(4, 6, 3), torch.arange(12).view(4, 3) % 6, -100, 1)),
         Sample(aten.complex.default, (x, y)),
         Sample(aten.polar.default, (x, y)),
         Sample(loss.bce, (x.sigmoid(), y.sigmoid())),
-        Sample(loss.nll_grad, (t(4), classes, -100, 6)),
+        Sample(loss.nll_grad, (t(4), classes, -100, 1, 6)),
+        Sample(loss.nll_grad, (t(4, 3), torch.arange(12).view(4, 3) % 6, -100, 1, 6)),
     ]
 
 

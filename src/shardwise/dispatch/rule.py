@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,6 +140,10 @@ class Call:
 
     def argument(self, name: str) -> Any:
         """The value of the op's argument `name`, or its default."""
+        if inspect.isfunction(self.op):
+            given = inspect.signature(self.op).bind(*self.args, **self.kwargs)
+            given.apply_defaults()
+            return given.arguments[name]
         for position, arg in enumerate(self.op._schema.arguments):
             if arg.name == name:
                 if position < len(self.args):

@@ -30,28 +30,28 @@ aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
 
 
-def nll(log_probs: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Minus the log-probability of each target, 0 where it is ignored. Classes are the last dim."""
+def nll(log_probs: torch.Tensor, target: torch.Tensor, ignore_index: int, dim: int) -> torch.Tensor:
+    """Minus the log-probability of each target, 0 where it is ignored. Classes lie along `dim`."""
     if not target.dim():
-        return nll(log_probs.unsqueeze(0), target.unsqueeze(0), ignore_index).squeeze(0)
+        return nll(log_probs.unsqueeze(0), target.unsqueeze(0), ignore_index, 1).squeeze(0)
     # The kernel of one device checks the targets and raises its errors.
-    rows, ids = log_probs.flatten(0, -2), target.flatten()
+    rows, ids = log_probs.movedim(dim, -1).flatten(0, -2), target.flatten()
     # Not F.nll_loss: its fake implementation in the compiler loses the reduction.
     losses, _ = aten.nll_loss_forward.default(rows, ids, None, 0, ignore_index)
     return losses.view(target.shape)
 
 
 def nll_grad(
-    grad: torch.Tensor, target: torch.Tensor, ignore_index: int, num_classes: int
+    grad: torch.Tensor, target: torch.Tensor, ignore_index: int, dim: int, num_classes: int
 ) -> torch.Tensor:
     """The gradient of `nll` for the log-probabilities."""
     kept = target != ignore_index
-    grad = torch.where(kept, -grad, 0.0).unsqueeze(-1)
-    index = torch.where(kept, target, 0).unsqueeze(-1)
-    zeros = grad.new_zeros((*target.shape, num_classes))
+    grad = torch.where(kept, -grad, 0.0).unsqueeze(dim)
+    index = torch.where(kept, target, 0).unsqueeze(dim)
+    zeros = grad.new_zeros((*target.shape[:dim], num_classes, *target.shape[dim:]))
     if num_classes == 0:
         return zeros  # every target was ignored
-    return zeros.scatter(-1, index, grad)
+    return zeros.scatter(dim, index, grad)
 
 
 def bce(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -75,33 +75,34 @@ def nll_loss_choices(call: Call) -> Iterator[Choice]:
 # -- cross entropy, above autograd -----------------------------------------------------------
 class NLL(UntracedFunction):
     @staticmethod
-    def forward(ctx: Any, log_probs: Any, target: Any, ignore_index: int) -> Any:
+    def forward(ctx: Any, log_probs: Any, target: Any, ignore_index: int, dim: int) -> Any:
         ctx.save_for_backward(log_probs, target)
-        ctx.options = (ignore_index, log_probs.shape[-1])
-        return run(nll, log_probs, target, ignore_index)
+        ctx.options = (ignore_index, dim, log_probs.shape[dim])
+        return run(nll, log_probs, target, ignore_index, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         log_probs, target = ctx.saved_tensors
         if torch.is_grad_enabled():  # double backward
             found = NLLGrad.apply(grad, target, *ctx.options)
-            return read_from(found, log_probs), None, None
-        return run(nll_grad, grad, target, *ctx.options), None, None
+            return read_from(found, log_probs), None, None, None
+        return run(nll_grad, grad, target, *ctx.options), None, None, None
 
 
 class NLLGrad(UntracedFunction):
     """The gradient of `NLL`, linear in `grad`; its own gradient is `NLL` again."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Any, target: Any, ignore_index: int, num_classes: int) -> Any:
+    def forward(ctx: Any, grad: Any, target: Any, *options: int) -> Any:
         ctx.save_for_backward(target)
-        ctx.ignore_index = ignore_index
-        return run(nll_grad, grad, target, ignore_index, num_classes)
+        ctx.options = options
+        return run(nll_grad, grad, target, *options)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         (target,) = ctx.saved_tensors
-        return NLL.apply(grad, target, ctx.ignore_index), None, None, None
+        ignore_index, dim, _ = ctx.options
+        return NLL.apply(grad, target, ignore_index, dim), None, None, None, None
 
 
 def cross_entropy(
@@ -115,11 +116,9 @@ def cross_entropy(
     """Cross entropy, decomposed into ops with rules."""
     options = (reduction, ignore_index, label_smoothing)
     _check_loss(aten.cross_entropy_loss.default, logits, target, weight, *options)
-    classes_last = logits.movedim(1, -1) if logits.dim() > 1 else logits
-    log_probs = classes_last.log_softmax(-1)
+    log_probs = logits.log_softmax(_class_dim(logits))
     if target.is_floating_point():
-        soft = target.movedim(1, -1) if target.dim() > 1 else target
-        losses, count = _soft_losses(log_probs, soft, weight, label_smoothing)
+        losses, count = _soft_losses(log_probs, target, weight, label_smoothing)
     else:
         losses, count = _losses(log_probs, target, weight, ignore_index, label_smoothing)
     return _reduced(losses, count, reduction)
@@ -136,8 +135,16 @@ def nll_loss(
     _check_loss(aten.nll_loss_nd.default, log_probs, target, weight, reduction, ignore_index)
     if torch.is_autocast_enabled(log_probs.device.type):  # as torch's decomposition does
         log_probs, weight = _as_float(log_probs), _as_float(weight)
-    classes_last = log_probs.movedim(1, -1) if log_probs.dim() > 1 else log_probs
-    return _reduced(*_losses(classes_last, target, weight, ignore_index, 0.0), reduction)
+    return _reduced(*_losses(log_probs, target, weight, ignore_index, 0.0), reduction)
+
+
+def _class_dim(scores: Any) -> int:
+    return min(1, scores.dim() - 1)
+
+
+def _by_class(weight: Any, log_probs: Any) -> Any:
+    """The weights of classes, to be multiplied with log-probabilities."""
+    return weight.view(-1, *(1,) * (log_probs.dim() - 1 - _class_dim(log_probs)))
 
 
 def _as_float(x: Any) -> Any:
@@ -157,9 +164,10 @@ def _soft_losses(log_probs: Any, target: Any, weight: Any, smoothing: float) -> 
         target = target * (1 - smoothing) + _share(smoothing, log_probs)
     terms = log_probs * target
     if weight is not None:
-        terms = terms * weight
-    losses = -terms.sum(-1)
-    return losses, losses.numel()
+        terms = terms * _by_class(weight, log_probs)
+    dim = _class_dim(log_probs)
+    losses = -terms.sum(dim)
+    return losses, losses.numel() if log_probs.shape[dim] else 0  # a mean over no class is NaN
 
 
 def _losses(
@@ -171,17 +179,21 @@ def _losses(
             "A loss of classes is not differentiable with respect to argument 'weight', as on one "
             "device: weight.detach() it, or give probabilities as the target of cross_entropy."
         )
-    losses = NLL.apply(log_probs, target, ignore_index)
+    dim = _class_dim(log_probs)
+    if log_probs.dim() == 3 or log_probs.dim() > 4:
+        # One device copies what is not contiguous, so a later write to it is no error in backward.
+        log_probs, target = log_probs.contiguous(), target.contiguous()
+    losses = NLL.apply(log_probs, target, ignore_index, dim)
     kept = target != ignore_index
     count = kept.sum()
     if weight is not None:
         own = losses * 0  # without classes, every target is ignored
-        if log_probs.shape[-1]:
+        if log_probs.shape[dim]:
             own = torch.where(kept, _rows(weight, torch.where(kept, target, 0)), 0.0)
         losses, count = losses * own, own.sum()
     if smoothing:
-        spread = log_probs if weight is None else log_probs * weight
-        smooth = torch.where(kept, -spread.sum(-1), 0.0)
+        spread = log_probs if weight is None else log_probs * _by_class(weight, log_probs)
+        smooth = torch.where(kept, -spread.sum(dim), 0.0)
         losses = losses * (1 - smoothing) + smooth * _share(smoothing, log_probs)
     return losses, count
 
@@ -193,7 +205,7 @@ def _rows(weight: Any, target: Any) -> Any:
 
 def _share(smoothing: float, log_probs: Any) -> float:
     """The probability that smoothing adds to each class."""
-    return smoothing / max(log_probs.shape[-1], 1)
+    return smoothing / max(log_probs.shape[_class_dim(log_probs)], 1)
 
 
 def _check_loss(op: Any, scores: Any, target: Any, weight: Any, *options: Any) -> None:
@@ -303,9 +315,9 @@ RULES: Table = table(
         linear=((0,),),
         n="dim",
     ),
-    rule(nll, like="... [c], ... -> ...", linear=((0,),)),
+    rule(nll, like="... [c], ... -> ...", linear=((0,),), c="dim"),
     rule(bce, like="..., ... -> ..."),
-    rule(nll_grad, like="..., ... -> ... [c]", linear=((0,),)),
+    rule(nll_grad, like="..., ... -> ... [c]", linear=((0,),), c="dim"),
     (
         (aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default),
         Rule(margin_choices, "n [c], n -> n"),
