@@ -255,6 +255,19 @@ def test_what_a_hook_makes_of_a_gradient_lies_as_the_leaf_does(mesh, placement):
     assert leaf.grad.placements == (Replicate(),)
 
 
+@pytest.mark.parametrize(
+    "op", [lambda x: torch.var_mean(x, 1), torch.unbind], ids=["var", "unbind"]
+)
+def test_hooks_are_told_of_results_that_nothing_used(mesh, op):
+    """With None, as on one device, since the op has other results."""
+    leaf = lay(torch.randn(4, 4), mesh, Shard(0)).requires_grad_()
+    used, unused, *_ = op(leaf)
+    seen = []
+    unused.register_hook(seen.append)
+    used.sum().backward()
+    assert seen == [None]
+
+
 def test_a_hook_on_a_leaf_without_entries(mesh):
     """Its gradient is `Partial(product)`, and the cheapest product of that is sharded."""
     leaf = lay(torch.ones(0, 1), mesh, Partial("product")).requires_grad_()

@@ -43,6 +43,7 @@ from shardwise.testing.fuzz.undefined import (
     ROUNDING,
     SHARED_GRADIENT,
     SHARED_RESULT,
+    SHARED_VIEW,
     ZERO_TENSOR,
     Kinks,
     steady,
@@ -509,6 +510,15 @@ KINK = _program(
             ),
             EMPTY_VIEW,
         ),
+        (
+            _program(
+                "v1 = v0[:1].expand(4, 4).detach().requires_grad_()",
+                "v2 = v1[2]",
+                "with torch.no_grad(): v0.relu_()",
+                "w.weighted(v2.sin()).backward()",
+            ),
+            SHARED_VIEW,
+        ),
         (KINK, ROUNDING),
         (KINK.with_item(0, replace(KINK.items[0], dtype=torch.float32)), ROUNDING),
     ],
@@ -539,6 +549,11 @@ def test_what_torch_does_not_define_is_counted_by_reason(program, reason):
 def test_what_torch_defines_is_compared(steps):
     assert Reference(_program(*steps)).undefined is None
     assert play_alone(_program(*steps, placement=Shard(1))).kind == "ok"
+
+
+def test_a_view_of_an_expanded_tensor_that_is_not_taken_again_is_compared():
+    steps = ("v1 = v0[:1].expand(4, 4).detach().requires_grad_()", "w.weighted(v1[2]).backward()")
+    assert play_alone(_program(*steps)).kind == "ok"
 
 
 @pytest.mark.parametrize(("written", "entries"), [("v0.sin()", "0:0"), ("v1.mul_(2)", "0:1")])

@@ -96,6 +96,13 @@ class VersionSource(torch.Tensor):
         return args[0]._given
 
 
+def has_siblings(x: torch.Tensor) -> bool:
+    """Whether `x` is one of several results of a torch op: backward may find no gradient of it."""
+    if isinstance(x.grad_fn, torch.autograd.function.BackwardCFunction):
+        return False
+    return len(getattr(x.grad_fn, "_input_metadata", ())) > 1
+
+
 def in_backward() -> bool:
     """Whether this thread runs a backward pass."""
     return _graph_task() != -1

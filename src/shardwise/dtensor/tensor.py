@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch.autograd import (
     current_transform,
+    has_siblings,
     is_legacy_batch,
     is_transformed,
     outside_transforms,
@@ -241,9 +242,12 @@ class DTensor(Wrapped):
         return self
 
     def register_hook(self, hook: Any) -> Any:
-        """As for any tensor; not called where backward finds no gradient."""
-        leaf = weakref.ref(self) if self.is_leaf else None
-        return super().register_hook(functools.partial(_call_with_gradient, hook, leaf))
+        """As for any tensor. What a hook makes of the gradient of a leaf has the leaf's layout."""
+        if self.is_leaf:
+            hook = functools.partial(_call_on_leaf, hook, weakref.ref(self))
+        elif not has_siblings(self):
+            hook = functools.partial(_call_with_gradient, hook)
+        return super().register_hook(hook)
 
     @untraced
     def _get_data(self) -> Any:
@@ -633,18 +637,18 @@ install(DTensor.from_local, DTensor.redistribute, DTensor.to_local)
 
 
 @untraced
-def _call_with_gradient(hook: Any, leaf: weakref.ref[DTensor] | None, grad: Any) -> Any:
+def _call_with_gradient(hook: Any, grad: Any) -> Any:
     """A function with several inputs gives None to those that nothing used, and torch passes it
-    on to hooks; on one device they would not be called.
+    on to hooks; on one device they would not be called."""
+    return None if grad is None else hook(grad)
 
-    What a hook makes of the gradient of a leaf has the leaf's layout too.
-    """
-    found = None if grad is None else hook(grad)
-    owner = leaf() if leaf is not None and type(found) is DTensor else None
+
+def _call_on_leaf(hook: Any, leaf: weakref.ref[DTensor], grad: Any) -> Any:
+    found = _call_with_gradient(hook, grad)
+    owner = leaf() if type(found) is DTensor else None
     if owner is None:
         return found
-    layout = autograd.gradient_layout(owner._layout)
-    moved = autograd.lies_like(DTensor, layout, found)
+    moved = autograd.lies_like(DTensor, autograd.gradient_layout(owner._layout), found)
     return found if moved is None else moved
 
 

@@ -28,6 +28,7 @@ ZERO_TENSOR = "gradient that is a ZeroTensor"
 BIAS_ALONE = "second backward of a norm with a bias alone"
 SHARED_RESULT = "new tensor whose entries share memory"
 EMPTY_VIEW = "gradient through a view without entries of a written tensor"
+SHARED_VIEW = "gradient through a view of a written tensor whose entries share memory"
 SHARED_GRADIENT = "write to a gradient that leaves share"
 ROUNDING = "rounding"
 
@@ -45,6 +46,8 @@ REASONS = {
     "write to one entry shows in others too, and a later write acts on one place several times",
     EMPTY_VIEW: "torch takes a view of a written tensor again by strides, and the gradient of that "
     "is zeros without a graph where the view has no entries; of the view itself it has a graph",
+    SHARED_VIEW: "torch takes a view of a written tensor again by strides, and spreads its "
+    "gradient evenly over all entries that are one place in memory, whichever of them the view has",
     SHARED_GRADIENT: "leaves of one sum may hold the same memory as gradient, and what a second "
     "backward adds to one of them is added to the others",
     ROUNDING: "one device gives another number when rounding errors are added, and with leaves in "
@@ -73,18 +76,21 @@ class UndefinedMode(TorchDispatchMode):
             elif func is _NORM_BACKWARD and args[2] is None and args[-1][2]:
                 # With a graph of backward, its formula may be used later.
                 self.found = BIAS_ALONE if torch.is_grad_enabled() else None
-            elif func is aten.zeros.default and torch.is_grad_enabled() and _is_empty_view_again():
+            elif func is aten.zeros.default and torch.is_grad_enabled() and _in_view_again(True):
                 self.found = EMPTY_VIEW
+            elif func is aten.div_.Tensor and _in_view_again(False) and (args[1] > 1).any():
+                self.found = SHARED_VIEW  # a sum over entries, by how many there are
         result = _run(func, args, kwargs)
         if self.found is None and func.overloadpacket in _SCATTERS and _repeats(result):
             self.found = SHARED_RESULT
         return result
 
 
-def _is_empty_view_again() -> bool:
-    """Whether the gradient of a view by strides that has no entries is being made."""
+def _in_view_again(empty: bool) -> bool:
+    """Whether the gradient of a view by strides is being made, which has no entries or some."""
     node: Any = current_node()
-    return node is not None and node.name() == "AsStridedBackward0" and 0 in node._saved_size
+    is_view = node is not None and node.name() == "AsStridedBackward0"
+    return is_view and (0 in node._saved_size) == empty
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
