@@ -104,6 +104,8 @@ class Cases:
     def doors(self, key: str) -> None:
         """Read the results through conversions that `key` draws, with their gradients."""
         alone, flat = self._alone, random_of(key).random() < 0.3
+        if flat and alone.grads is not None:  # some ops of torch refuse an expanded gradient
+            flat = alone.other(flat=True).grads is not None
         read: list[Reading | None] = []
         with _noted(read):
             values, grads = self._through_doors(alone.sample, key, flat, read)
