@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardwise._torch.autograd import swap_tensors
+from shardwise.core.layout import Layout
 from shardwise.dtensor.snapshots import take_over
 from shardwise.errors import UnsupportedError
 from shardwise.lookup.ids import has_values
@@ -192,16 +193,41 @@ def in_place_view(name: str) -> Callable[..., Any]:
             view = view_of(x, *args, **kwargs)
         if view._layout.snapshot and not x._layout.snapshot:
             return turn(x, *args, **kwargs)  # raises the right error
-        swap_tensors(x, view)
-        base = type(x)._wrap(view._local, view._layout)
-        take_over(base, x)
-        take_over(x, view)
-        take_over(view, base)
+        _become(x, view)
         return x
 
     method.__name__ = name
     method.__doc__ = turn.__doc__
     return method
+
+
+def _become(x: Any, view: Any) -> None:
+    """Let `x` be a view of itself; what it was lives on as the base of that view and others."""
+    swap_tensors(x, view)
+    base = type(x)._wrap(view._local, view._layout)
+    take_over(base, x)
+    take_over(x, view)
+    take_over(view, base)
+
+
+def retain_grad(x: Any) -> None:
+    """As for any tensor.
+
+    A linear layer with a bias returns a view on one device. `retain_grad` alone shows it, after a
+    write to another view, so only then does `x` become one.
+    """
+    operands = None if torch.compiler.is_compiling() else getattr(x.grad_fn, "biased", None)
+    if operands is not None and not x._is_view() and _is_view_of_product(*operands):
+        with torch.enable_grad():
+            _become(x, x.view(x.shape))
+    torch.Tensor.retain_grad(x)
+
+
+def _is_view_of_product(layout: Layout, of_bias: Layout) -> bool:
+    """Whether one device returns a view of a matrix product: torch itself tells."""
+    x, bias = (torch.empty_strided(it.shape, it.stride, device="meta") for it in (layout, of_bias))
+    weight = torch.empty(of_bias.shape[0], layout.shape[-1], device="meta", requires_grad=True)
+    return torch.nn.functional.linear(x, weight, bias)._is_view()
 
 
 def _turned_leaf(turn: Any, x: Any, *args: Any, **kwargs: Any) -> Any:

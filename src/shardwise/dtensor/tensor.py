@@ -63,7 +63,14 @@ from shardwise.dtensor.compile import (
     traced_from_local,
 )
 from shardwise.dtensor.conversion import as_numpy, redistribute_as, refuse_memory, whole_values
-from shardwise.dtensor.indexing import for_ints, for_number, holds_list, in_place_view, with_tensors
+from shardwise.dtensor.indexing import (
+    for_ints,
+    for_number,
+    holds_list,
+    in_place_view,
+    retain_grad,
+    with_tensors,
+)
 from shardwise.dtensor.pickling import packed, unpacked
 from shardwise.dtensor.plain_operands import beside_plain
 from shardwise.dtensor.plan_call import FALSE, TRUE, Miss, add_argument
@@ -281,6 +288,7 @@ class DTensor(Wrapped):
 
     # -- views in place ----------------------------------------------------------------------
 
+    retain_grad = retain_grad
     t_ = in_place_view("t_")
     transpose_ = in_place_view("transpose_")
     swapaxes_ = in_place_view("swapaxes_")

@@ -187,7 +187,8 @@ def stft(
     whole = x.is_complex() or (window is not None and window.is_complex())
     two_sided = whole if onesided is None else not onesided
     transform = torch.fft.fft if two_sided else torch.fft.rfft
-    spectrum = transform(windows, norm="ortho" if normalized else None).transpose(-1, -2)
+    # In place, as torch does: the result is no view.
+    spectrum = transform(windows, norm="ortho" if normalized else None).transpose_(-1, -2)
     return spectrum if return_complex else torch.view_as_real(spectrum)
 
 

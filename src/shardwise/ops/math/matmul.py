@@ -239,6 +239,8 @@ class Linear(UntracedFunction):
         ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
         if not for_x:
             ctx.weight_layout = weight._layout
+        if bias is not None:
+            ctx.biased = x._layout, bias._layout  # for `retain_grad`
         return _linear(x, weight, bias)
 
     @staticmethod
@@ -310,7 +312,9 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
                     current(operand)
         splits = len(layout.shape) > 2 and not (layout.symbolic or is_mergeable(layout))
         if splits and weight.requires_grad:
-            x = x.contiguous()
+            out = _apply_linear(x.contiguous(), weight, bias)
+            out.grad_fn.biased = None
+            return out
         return _apply_linear(x, weight, bias)
     return _linear(x, weight, bias)
 
