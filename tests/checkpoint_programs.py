@@ -11,7 +11,7 @@ import shardwise
 from shardwise import Replicate, Shard
 from shardwise.checkpoint import Checkpoints, load, save, save_async, saving
 from shardwise.checkpoint.index import read_index
-from shardwise.checkpoint.matching import Matching
+from shardwise.checkpoint.loading import Matching
 from shardwise.checkpoint.read import Reader
 
 SHAPES = {"rows": (11, 6), "columns": (5, 9), "table": (8, 3), "both": (7, 10), "same": (4,)}

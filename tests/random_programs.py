@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import Partial, Shard
+from shardwise import Partial, Shard, random
 from shardwise.debug import check_rng
-from shardwise.random import fill
 
 
 def line(name):
@@ -29,7 +28,7 @@ def square(name):
 
 def draws():
     """All kinds of draws, in several layouts and from small chunks."""
-    before, fill.CHUNK = fill.CHUNK, 32
+    before, random.CHUNK = random.CHUNK, 32
     try:
         found = {}
         for mesh, ways in (
@@ -55,7 +54,7 @@ def draws():
         found["partial"] = _partial(line("partial draws"))
         return found
     finally:
-        fill.CHUNK = before
+        random.CHUNK = before
 
 
 def _partial(mesh):
@@ -130,7 +129,9 @@ def peak_growth_of_an_initialisation(num_rows, row):
     """How many bytes a rank needs at most, beyond what it had, to initialise its rows."""
     mesh = line("peak_growth_of_an_initialisation")
     torch.manual_seed(0)
-    shardwise.randn(fill.CHUNK * 2, device_mesh=mesh, placements=[S0])  # compares and tries chunks
+    shardwise.randn(
+        random.CHUNK * 2, device_mesh=mesh, placements=[S0]
+    )  # compares and tries chunks
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak starts from now
     before = _peak_bytes()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from shardwise import Shard
 from shardwise.core.encode import decode_placement
-from shardwise.demo import data
-from shardwise.demo.data import read_clicks
+from shardwise.demo import tasks
+from shardwise.demo.tasks import read_clicks
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.report import Mesh
 from shardwise.report.case import load_target
@@ -127,7 +127,7 @@ def test_a_click_log_costs_what_is_used_of_it(folder):
     tracemalloc.stop()
     assert len(found) == 5
     assert found.num_bad == 20_001
-    assert len(found.bad) == data.MOST_NAMED
+    assert len(found.bad) == tasks.MOST_NAMED
     assert found.bad[1] == "it has 16384 characters or more"
     assert peak < 2_000_000
 

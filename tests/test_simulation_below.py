@@ -1,7 +1,7 @@
 """The simulated world stays below: no file above its room names LocalTensor or asks for the world.
 
 Names in code count; what a docstring or an error tells a user does not. `simulation.ranks` and
-`simulation.parts` have what code above needs instead.
+`simulation.ranks` have what code above needs instead.
 """
 
 import ast

@@ -6,6 +6,7 @@ from shardwise.comm.watch import explicit_redistribution, implicit_replication
 from shardwise.core.mesh import init_device_mesh
 from shardwise.core.placements import MaskPartial, Partial, Placement, Replicate, Shard
 from shardwise.dispatch.catalog import register_rule, register_sharding
+from shardwise.dtensor.autograd import reduce_gradients
 from shardwise.dtensor.create import (
     distribute_module,
     distribute_tensor,
@@ -19,7 +20,6 @@ from shardwise.dtensor.create import (
     zeros,
 )
 from shardwise.dtensor.fallback import fallback
-from shardwise.dtensor.gradients import reduce_gradients
 from shardwise.dtensor.local_map import local_map
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import (
@@ -43,7 +43,7 @@ from shardwise.errors import (
     UnsupportedError,
     WorldError,
 )
-from shardwise.random.draws import rng
+from shardwise.random import rng
 from shardwise.simulation.local_tensor import LocalTensor
 from shardwise.simulation.world import simulate
 

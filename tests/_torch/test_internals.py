@@ -10,7 +10,7 @@ import pytest
 
 import shardwise
 from shardwise._torch import compat
-from shardwise.cli import doctor
+from shardwise.cli import support
 
 ROOM = Path(shardwise.__file__).parent / "_torch"
 FILES = sorted(path.stem for path in ROOM.glob("*.py") if path.stem != "__init__")
@@ -51,7 +51,7 @@ def test_this_torch_behaves_as_needed(file):
 
 
 def test_the_doctor_examines_every_file():
-    assert {part.__name__ for part in doctor.INTERNALS} == {room(f).__name__ for f in WITH_NAMES}
+    assert {part.__name__ for part in support.INTERNALS} == {room(f).__name__ for f in WITH_NAMES}
 
 
 def test_a_file_without_one_of_its_names_says_what_is_lost(run_without):

@@ -7,8 +7,7 @@ import torch
 
 from shardwise import CheckpointError, CheckpointWarning
 from shardwise.checkpoint import Checkpoints
-from shardwise.checkpoint.claim import Claim
-from shardwise.checkpoint.index import INDEX_NAME
+from shardwise.checkpoint.index import INDEX_NAME, Claim
 
 
 @pytest.fixture

@@ -6,10 +6,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardwise.demo.data import SIZES, ClickLog, read_clicks
-from shardwise.demo.run import Options, run_demo
-from shardwise.demo.tasks import MIXED_PLAN, Recommending
-from shardwise.demo.training import largest_difference, train_alone, train_simulated
+from shardwise.demo.run import Options, largest_difference, run_demo, train_alone, train_simulated
+from shardwise.demo.tasks import MIXED_PLAN, SIZES, ClickLog, Recommending, read_clicks
 
 
 def silent(*_):

@@ -17,8 +17,8 @@ from click.testing import CliRunner
 
 from shardwise.checkpoint import Checkpoints, inspect, verify
 from shardwise.cli.main import main
+from shardwise.demo.run import Keeping, train_in_processes, train_simulated
 from shardwise.demo.tasks import MIXED_PLAN, Recommending
-from shardwise.demo.training import Keeping, train_in_processes, train_simulated
 from shardwise.errors import LaunchError
 
 pytestmark = pytest.mark.processes

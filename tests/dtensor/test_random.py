@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import DTensor, Partial, Replicate, Shard
+from shardwise import DTensor, Partial, Replicate, Shard, random
 from shardwise.debug import CommDebugMode
 from shardwise.errors import (
     ArgumentError,
@@ -20,8 +20,7 @@ from shardwise.errors import (
     RankMismatchError,
     UnsupportedError,
 )
-from shardwise.random import fill
-from shardwise.random.draws import draw_of
+from shardwise.random import draw_of
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +50,7 @@ def layout(request):
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """So that small tensors take several."""
-    monkeypatch.setattr(fill, "CHUNK", 32)
+    monkeypatch.setattr(random, "CHUNK", 32)
 
 
 def seeded(fn, *args):
@@ -188,12 +187,14 @@ RANGES = [(0, 9), (0, 2**50), (-(2**31), 2**31), (0, 2**31), (-5, None)]
 def test_integers_of_narrow_and_wide_ranges(ranges):
     """They take one number or two, and what nobody holds is skipped."""
     random_from = getattr(aten.random_, "from")
-    fill._words.clear()
+    random._words.clear()
     for args in ranges:
         expected, after = seeded(lambda a=args: torch.zeros(40, 32, dtype=torch.int64).random_(*a))
-        block = fill.DrawnShard((30, 0), torch.zeros(10, 32, dtype=torch.int64))
-        whole_draw = fill.Whole((40, 32), (32, 1), torch.int64)
-        _, state = seeded(fill.fill_exactly, whole_draw, [block], draw_of(random_from, args, None))
+        block = random.DrawnShard((30, 0), torch.zeros(10, 32, dtype=torch.int64))
+        whole_draw = random.Whole((40, 32), (32, 1), torch.int64)
+        _, state = seeded(
+            random.fill_exactly, whole_draw, [block], draw_of(random_from, args, None)
+        )
         assert torch.equal(block.part, expected[30:])
         assert torch.equal(state, after)
 

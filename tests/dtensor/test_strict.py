@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import shardwise
 from shardwise import Replicate, Shard
-from shardwise.dtensor.plain_operands import check_plain
+from shardwise.dtensor.operands import check_plain
 
 
 def lay(tensor, mesh, *placements):

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import shardwise
 from shardwise import Replicate, Shard
-from shardwise.ops.lookup import bag_shape
+from shardwise.ops.lookup import bag_rules
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED):
@@ -41,16 +41,16 @@ def fused(monkeypatch):
     monkeypatch.setattr(lookup, "LONG", 8)
     monkeypatch.setattr(update, "SPAN", 8)
     if INTERPRETED:
-        monkeypatch.setattr(bag_shape, "take_grad", lambda x: x.dtype in bag_shape.DTYPES)
+        monkeypatch.setattr(bag_rules, "take_grad", lambda x: x.dtype in bag_rules.DTYPES)
     asked = []
     for name in ("sums", "largest", "table_grad", "row_grads", "sample_grad"):
-        real = getattr(bag_shape, name)
+        real = getattr(bag_rules, name)
 
         def counted(*args, name=name, real=real):
             asked.append(name)
             return real(*args)
 
-        monkeypatch.setattr(bag_shape, name, counted)
+        monkeypatch.setattr(bag_rules, name, counted)
     return asked
 
 

@@ -14,9 +14,9 @@ from samples_recurrent import RECURRENT_KERNELS, recurrent_samples
 from shardwise import Replicate, Shard
 from shardwise.dispatch.catalog import positional
 from shardwise.ops import random
-from shardwise.ops.lookup import bag_grads, bag_rules, embedding, embedding_rules, largest_bags
+from shardwise.ops.lookup import bag_grads, bag_rules, embedding, embedding_rules
 from shardwise.ops.math import matmul
-from shardwise.ops.nn import batch_norm, loss
+from shardwise.ops.nn import loss, norm
 from shardwise.testing import Sample
 
 aten = torch.ops.aten
@@ -301,10 +301,10 @@ def _bags() -> list[Sample]:
                 wish=any_table,
             ),
             Sample(bag_grads.sample_grad, (up, weight, i, o, 2)),
-            Sample(largest_bags.largest, (weight, i, o, -1)),
-            Sample(largest_bags.largest, (weight, i, o, 5)),
+            Sample(bag_grads.largest, (weight, i, o, -1)),
+            Sample(bag_grads.largest, (weight, i, o, 5)),
             Sample(
-                largest_bags.largest_grad,
+                bag_grads.largest_grad,
                 (up, torch.randint(-1, 7, (num_bags, 4), generator=_generator), 7),
                 wish=any_table,
             ),
@@ -469,5 +469,5 @@ NEVER_TAKEN = {
     aten.native_batch_norm.default,
     aten.native_batch_norm_backward.default,
     aten._fused_rms_norm.default,
-    batch_norm.through_statistics,
+    norm.through_statistics,
 }

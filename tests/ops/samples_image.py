@@ -2,7 +2,7 @@
 
 import torch
 
-from shardwise.ops.nn import conv, pooling
+from shardwise.ops.nn import image
 from shardwise.testing import Sample
 
 aten = torch.ops.aten
@@ -10,7 +10,7 @@ _generator = torch.Generator().manual_seed(1)
 
 
 #: They read where an index points, or divide by what a part has none of: nothing can be tried out.
-IMAGE_KERNELS = {*conv.RULES, *pooling.RULES}
+IMAGE_KERNELS = set(image.RULES)
 
 
 def t(*shape: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import torch
 
-from shardwise.ops.nn import batch_norm
+from shardwise.ops.nn import norm
 from shardwise.testing import Sample
 
 aten = torch.ops.aten
@@ -40,9 +40,9 @@ def _batch() -> list[Sample]:
         Sample(forward, (x[..., 0], None, None, mean, var, False, 0.1, 1e-5)),
         Sample(backward, (grad, x, weight, mean, var, None, None, False, 1e-5, mask)),
         Sample(backward, (grad, x, None, mean, var, None, None, False, 1e-5, [True, False, False])),
-        Sample(batch_norm.channel_sum, (x,)),
-        Sample(batch_norm.channel_square_sum, (x, mean)),
-        Sample(batch_norm.through_statistics, (grad, x, mean, t(4), t(4))),
+        Sample(norm.channel_sum, (x,)),
+        Sample(norm.channel_square_sum, (x, mean)),
+        Sample(norm.through_statistics, (grad, x, mean, t(4), t(4))),
     ]
 
 

@@ -11,8 +11,7 @@ import shardwise
 from shardwise import Shard
 from shardwise.dtensor.tensor import DTensor
 from shardwise.parallel import context_parallel, data_parallel, parallelize_module
-from shardwise.simulation.parts import on_rank
-from shardwise.simulation.ranks import on_every_rank
+from shardwise.simulation.ranks import on_every_rank, on_rank
 
 LENGTH, BATCH = 16, 4
 PLAN = {

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 from shardwise import DTensor, Replicate, Shard
-from shardwise.comm.pending import Pending
+from shardwise.comm.collectives import Pending
 from shardwise.parallel import (
     ColwiseParallel,
     PrepareModuleInput,

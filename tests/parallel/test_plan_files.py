@@ -22,7 +22,7 @@ from shardwise.parallel import (
     parallelize_module,
     save_plan,
 )
-from shardwise.parallel.style_registry import WORDS, entry_of, style_of
+from shardwise.parallel.resolve import WORDS, entry_of, style_of
 
 
 def pairs(*shape, num=2):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.random.fill import boxes_of_range
+from shardwise.random import boxes_of_range
 
 shapes = st.lists(st.integers(1, 5), max_size=4)
 

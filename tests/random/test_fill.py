@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.random import fill
-from shardwise.random.fill import Draw, DrawnShard, Whole, fill_exactly, fill_quickly
+from shardwise import random
+from shardwise.random import Draw, DrawnShard, Whole, fill_exactly, fill_quickly
 
 pytestmark = pytest.mark.slow
 
@@ -31,11 +31,11 @@ KINDS = [(name, dtype) for name, (_, dtypes) in DRAWS.items() for dtype in dtype
 
 @contextlib.contextmanager
 def chunks_of(length):
-    before, fill.CHUNK = fill.CHUNK, length
+    before, random.CHUNK = random.CHUNK, length
     try:
         yield
     finally:
-        fill.CHUNK = before
+        random.CHUNK = before
 
 
 @st.composite
@@ -84,7 +84,7 @@ def test_blocks_hold_what_one_device_draws(whole, length, data):
 def test_real_chunks(kind, turned):
     """Three chunks of the real length, the last one short."""
     run, dtype = DRAWS[kind[0]][0], kind[1]
-    rows = 2 * fill.CHUNK // 641 + 3
+    rows = 2 * random.CHUNK // 641 + 3
     stride = (1, rows) if turned else (641, 1)
     torch.manual_seed(5)
     expected = torch.empty_strided((rows, 641), stride, dtype=dtype)
@@ -97,7 +97,7 @@ def test_real_chunks(kind, turned):
     assert torch.equal(torch.get_rng_state(), after)
     assert torch.equal(tail.part, expected[-5:])
     assert torch.equal(column.part, expected[:, 640:])
-    tried = [agree for key, agree in fill._agree.items() if key[0] == kind[0]]
+    tried = [agree for key, agree in random._agree.items() if key[0] == kind[0]]
     assert tried
     assert all(tried), "this build of torch draws otherwise in chunks"
 
@@ -157,12 +157,12 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_is_larger_than_a_chunk():
-    part = torch.empty(4, 10 * fill.CHUNK // 40)
+    part = torch.empty(4, 10 * random.CHUNK // 40)
     whole = Whole((40, part.shape[1]), (part.shape[1], 1), torch.float32)
     with Largest() as largest:
         fill_exactly(whole, [DrawnShard((8, 0), part)], Draw(lambda t, _: t.normal_(), "normal"))
     assert part.numel() < largest.num_values * 4 < 40 * part.shape[1]
-    assert largest.num_values <= max(part.numel(), fill.CHUNK + 16)
+    assert largest.num_values <= max(part.numel(), random.CHUNK + 16)
 
 
 def test_quick_draws_depend_on_the_block_and_on_the_state():

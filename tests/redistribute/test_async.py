@@ -7,7 +7,7 @@ from by_hand import lay, value
 
 import shardwise
 from shardwise import Partial, Replicate, Shard
-from shardwise.comm.pending import Pending
+from shardwise.comm.collectives import Pending
 from shardwise.debug import CommDebugMode
 
 PLACES = [Replicate(), Shard(0), Shard(1), Shard(0, sizes=(1, 0, 3, 1)), Partial()]

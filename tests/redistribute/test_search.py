@@ -12,7 +12,7 @@ from shardwise import Partial, Replicate, Shard
 from shardwise.core.layout import contiguous_stride, make_layout, normalize
 from shardwise.core.mesh import grid_of
 from shardwise.errors import LayoutError
-from shardwise.redistribute.search import cost_s, find_steps
+from shardwise.redistribute.steps import cost_s, find_steps
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from shardwise.cli.explain import explain_layouts, explain_step
+from shardwise.cli.model import explain_layouts, explain_step
 from shardwise.report import Case, Mesh
 
 PLAN = """

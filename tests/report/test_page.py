@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 import pytest
 import report_models
 
-from shardwise.cli.explain import explain_step
-from shardwise.comm.cost import show_bytes
+from shardwise.cli.model import explain_step
+from shardwise.comm.collectives import show_bytes
 from shardwise.planner.constants import Constants
 from shardwise.report import Case, Mesh, write_html
 from shardwise.report.html import write_page

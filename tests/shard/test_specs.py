@@ -15,7 +15,7 @@ from shardwise.shard import (
     PlacementSpec,
     ShardMetadata,
 )
-from shardwise.shard.tiling import check_ranks, device_type_of
+from shardwise.shard.spec import check_ranks, device_type_of
 
 
 @given(

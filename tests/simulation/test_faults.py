@@ -11,7 +11,7 @@ from shardwise import LocalTensor, Partial, Shard
 from shardwise.checkpoint import Checkpoints, load, save, verify
 from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, Table
 from shardwise.errors import ArgumentError, CheckpointError, CollectiveError, ShardwiseError
-from shardwise.simulation.faults import TIMEOUT_S
+from shardwise.simulation.world import TIMEOUT_S
 from shardwise.testing import Corrupt, Delay, Drop, FullDisk, Kill, draw_fault
 
 NUM_RANKS = 4

@@ -16,24 +16,31 @@ import torch
 from shardwise import Partial, Replicate, Shard, UnsupportedError, simulate
 from shardwise.dispatch import catalog
 from shardwise.dispatch.rule import Choice, Rule
-from shardwise.testing.fuzz.__main__ import main
-from shardwise.testing.fuzz.generate import MESHES, Growth, generate
-from shardwise.testing.fuzz.hand import Draft, NoFit
-from shardwise.testing.fuzz.play import Reference, play
-from shardwise.testing.fuzz.program import _NAMES, Leaf, Program, Statement, run
-from shardwise.testing.fuzz.session import (
+from shardwise.testing.fuzz.__main__ import (
     Result,
     by_mesh,
     failures,
+    main,
     play_seeds,
     script,
     summary,
     told,
 )
-from shardwise.testing.fuzz.shrink import play_alone, play_forked, shrink
+from shardwise.testing.fuzz.generate import MESHES, Growth, generate
+from shardwise.testing.fuzz.hand import Draft, NoFit
+from shardwise.testing.fuzz.play import Reference, play, play_alone, play_forked, shrink
+from shardwise.testing.fuzz.program import (
+    _NAMES,
+    Leaf,
+    OneDevice,
+    Program,
+    Sharded,
+    Statement,
+    run,
+    values,
+)
 from shardwise.testing.fuzz.tables import FAMILIES
-from shardwise.testing.fuzz.tables.autograd import AUTOGRAD
-from shardwise.testing.fuzz.tables.nn import LAYERS
+from shardwise.testing.fuzz.tables.nn import AUTOGRAD, LAYERS
 from shardwise.testing.fuzz.undefined import (
     BIAS_ALONE,
     EMPTY_VIEW,
@@ -48,7 +55,6 @@ from shardwise.testing.fuzz.undefined import (
     Kinks,
     steady,
 )
-from shardwise.testing.fuzz.worlds import OneDevice, Sharded, values
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,9 @@ from shardwise import simulate
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.parallel import data_parallel
 from shardwise.testing.loop import OPTIONS
-from shardwise.testing.steps.__main__ import main
+from shardwise.testing.models import KINDS
+from shardwise.testing.steps.__main__ import MESHES, draw_cases, main
 from shardwise.testing.steps.case import Door, StepCase, prove, training_of
-from shardwise.testing.steps.draw import MESHES, draw_cases
-from shardwise.testing.steps.models import KINDS
 from shardwise.testing.training import TrainingOutcome, judge, play, play_alone
 
 pytestmark = pytest.mark.slow

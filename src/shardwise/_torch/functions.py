@@ -1,4 +1,4 @@
-"""Private functions of torch on tensors, modules and nested arguments."""
+"""Private functions of torch: on tensors, modules, nested arguments and symbolic sizes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def others_watch_steps(optimizer: Any) -> bool:
 
 def probe() -> Probe:
     return _names.probe(
-        lambda: _compute() and _walks(), "some functions on DTensors and sharded modules fail"
+        lambda: _compute() and _walks() and _computes(),
+        "some functions on DTensors and sharded modules fail, or symbolic sizes are wrong",
     )
 
 
@@ -133,3 +134,36 @@ def _walks() -> bool:
     doubled = tree_map_only(int, lambda x: 2 * x, nested)
     same = tree_unflatten(leaves, spec) == tree_map(lambda x: x, nested) == nested
     return same and list(tree_iter(doubled)) == tree_leaves(doubled) == [2, 4, 6]
+
+
+# -- symbolic sizes, and fake tensors ------------------------------------------------------------
+
+
+#: The fake mode of the given tensors, or of what runs now; None if there is none.
+detect_fake_mode: Callable[..., Any] = _names.find(
+    "torch._guards.detect_fake_mode", "DTensors with symbolic sizes cannot be traced"
+)
+#: Asserts a fact about a symbol that the compiler may rely on.
+check_size: Callable[[Any], None] = _names.find(
+    "torch._check", "rows of a table cannot be picked in compiled code"
+)
+_NO_FORMULAS = "sizes computed from symbols cannot be written into a graph"
+_sympy_interp: Callable[[], Any] = _names.later(
+    "torch.utils._sympy.interp.sympy_interp", _NO_FORMULAS
+)
+_reference: Callable[[], Any] = _names.later(
+    "torch.utils._sympy.reference.PythonReferenceAnalysis", _NO_FORMULAS
+)
+
+
+def compute(expression: Any, symbols: dict[Any, Any]) -> Any:
+    """A sympy expression of a size, evaluated with `symbols`."""
+    return _sympy_interp()(_reference(), symbols, expression)
+
+
+def _computes() -> bool:
+    import sympy  # type: ignore[import-untyped]
+
+    check_size(torch.empty(2).numel() == 2)
+    n = sympy.Symbol("n", integer=True)
+    return detect_fake_mode() is None and compute(2 * n + 1, {n: 3}) == 7

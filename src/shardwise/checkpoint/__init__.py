@@ -9,10 +9,16 @@ sharded checkpoints. Nothing in it is executed.
 """
 
 from shardwise.checkpoint.loading import load
-from shardwise.checkpoint.read import CheckpointReport, TensorReport, Verdict, inspect, verify
+from shardwise.checkpoint.read import (
+    CheckpointReport,
+    TensorReport,
+    Verdict,
+    convert,
+    inspect,
+    verify,
+)
 from shardwise.checkpoint.saving import Saving, save, save_async
 from shardwise.checkpoint.series import Checkpoints
-from shardwise.checkpoint.whole import convert
 
 __all__ = [
     "CheckpointReport",

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import CheckpointError
-from shardwise.simulation.faults import written
+from shardwise.simulation.world import written
 
 MAX_HEADER_BYTES = 16 << 20
 #: No name of a tensor: the format keeps the metadata under it.

@@ -39,17 +39,17 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.claim import Claim, half_name
-from shardwise.checkpoint.crew import Crew, current_crew
+from shardwise.checkpoint.crew import Crew, current_crew, pieces_of, reduced
 from shardwise.checkpoint.index import (
     INDEX_NAME,
+    Claim,
     SavedChunk,
     SavedFile,
     SavedTensor,
+    half_name,
     pack_index,
     read_index,
 )
-from shardwise.checkpoint.pieces import pieces_of, reduced
 from shardwise.checkpoint.safetensors import (
     RESERVED,
     TensorFile,

@@ -152,7 +152,7 @@ def explain(
     With --ranks nothing is simulated: a plan of tables is priced, and of a model of layers the
     first and the last rank are played without values, for up to 10,000 ranks and more.
     """
-    from shardwise.cli.explain import is_of_tables, run_explain
+    from shardwise.cli.model import is_of_tables, run_explain
 
     if ranks is not None and is_of_tables(options["target"], options["plan"]):
         from shardwise.cli.plan import run_price
@@ -216,7 +216,7 @@ def check(ctx: click.Context, /, **options: Any) -> None:
     that are frozen for a time and so on; all parameters are compared. Exit status 1 when something
     differs, 2 when something was refused.
     """
-    from shardwise.cli.check import run_check
+    from shardwise.cli.model import run_check
 
     ctx.exit(run_check(**options))
 
@@ -342,7 +342,7 @@ def rules(op: str | None) -> None:
 
     With OP (mm, aten.mm.default), the ways to run it on shards.
     """
-    from shardwise.cli.rules import run_rules
+    from shardwise.cli.support import run_rules
 
     run_rules(op)
 
@@ -351,7 +351,7 @@ def rules(op: str | None) -> None:
 @click.pass_context
 def doctor(ctx: click.Context) -> None:
     """Check what works on this machine, and why something does not."""
-    from shardwise.cli.doctor import run_doctor
+    from shardwise.cli.support import run_doctor
 
     ctx.exit(run_doctor())
 

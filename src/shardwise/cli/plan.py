@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from shardwise.cli.console import console
-from shardwise.comm.cost import show_bytes
+from shardwise.comm.collectives import show_bytes
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection, Plan
 from shardwise.embedding.plan import EXCHANGE_DTYPES
 from shardwise.errors import ArgumentError, LayoutError

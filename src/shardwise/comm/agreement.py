@@ -28,8 +28,7 @@ from shardwise.comm.watch import because
 from shardwise.core.encode import source_digest
 from shardwise.core.mesh import Coordinate, Grid
 from shardwise.errors import CollectiveError, LayoutError, ShardwiseError
-from shardwise.simulation.parts import one_part, parts_of
-from shardwise.simulation.ranks import by_rank, each_rank, localize
+from shardwise.simulation.ranks import by_rank, each_rank, localize, one_part, parts_of
 from shardwise.simulation.roster import spans
 
 _T = TypeVar("_T")

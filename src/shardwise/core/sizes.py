@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from shardwise._torch.symint import compute
+from shardwise._torch.functions import compute
 from shardwise.core.world import in_simulated_world
 
 _Result = TypeVar("_Result")

@@ -4,11 +4,10 @@ A collective that ran is a `CommEvent`; `Traffic` adds them up, groups and shows
 for `report`.
 """
 
-from shardwise.debug.cache import CacheStats, cache_stats, check_rng
 from shardwise.debug.comm_mode import CommDebugMode
 from shardwise.debug.events import CommEvent
-from shardwise.debug.explain import Explanation, PlannedCall, explain
-from shardwise.debug.journal import agree
+from shardwise.debug.explain import CacheStats, Explanation, PlannedCall, cache_stats, explain
+from shardwise.debug.journal import agree, check_rng
 from shardwise.debug.visualize import ShardingPicture, visualize_sharding
 
 __all__ = [

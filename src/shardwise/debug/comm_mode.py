@@ -26,7 +26,7 @@ from shardwise.debug.events import (
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ShardwiseError
 from shardwise.simulation.collectives import COLLECTIVE
-from shardwise.simulation.parts import holds_parts
+from shardwise.simulation.ranks import holds_parts
 
 if TYPE_CHECKING:
     from rich.table import Table

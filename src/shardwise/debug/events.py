@@ -28,7 +28,7 @@ from shardwise._torch.c10d import declare_collectives
 from shardwise._torch.frames import line_outside, running_modules
 from shardwise.comm.watch import watch
 from shardwise.core.world import World, current_world
-from shardwise.simulation.parts import one_part
+from shardwise.simulation.ranks import one_part
 
 if TYPE_CHECKING:
     from rich.table import Table

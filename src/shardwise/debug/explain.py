@@ -1,4 +1,4 @@
-"""explain: the plan of every call that a function makes on DTensors, as it ran.
+"""explain: the plan of every call that a function makes on DTensors; the plan cache's hits.
 
 Note [Recording calls]
 While a function is explained, the plan cache is replaced by one that records each hit, and the
@@ -17,11 +17,10 @@ from shardwise.core.layout import Layout
 from shardwise.core.placements import short
 from shardwise.debug.comm_mode import CommDebugMode
 from shardwise.debug.events import CommEvent, Place, Places, Traffic
-from shardwise.dispatch.plan import Entry
+from shardwise.dispatch.plan import Entry, cache_counts
 from shardwise.dispatch.propagate import CallPlan
 from shardwise.dtensor import autograd, tensor
-from shardwise.redistribute.search import cost_s, find_steps
-from shardwise.redistribute.steps import Step
+from shardwise.redistribute.steps import Step, cost_s, find_steps
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -408,3 +407,35 @@ def _duration(seconds: float) -> str:
     ('25.0 µs', '12.5 ms')
     """
     return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
+
+
+# -- the plan cache ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Calls of this process with a cached plan, calls that were planned, plans in the cache, and
+    how many it may hold before all are dropped."""
+
+    hits: int
+    misses: int
+    size: int
+    limit: int
+
+
+def cache_stats() -> CacheStats:
+    """Hits and misses of the plan cache so far. A steady training loop must not add misses.
+
+    >>> import shardwise
+    >>> from shardwise.debug import cache_stats
+    >>> with shardwise.simulate(2):
+    ...     mesh = shardwise.init_device_mesh("cpu", (2,))
+    ...     x = shardwise.ones(4, device_mesh=mesh, placements=[shardwise.Shard(0)])
+    ...     before = cache_stats()
+    ...     for _ in range(10):
+    ...         x = x + x
+    ...     after = cache_stats()
+    >>> after.misses - before.misses, after.hits - before.hits, after.size - before.size
+    (1, 9, 1)
+    """
+    return CacheStats(*cache_counts())

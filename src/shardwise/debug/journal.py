@@ -1,4 +1,4 @@
-"""agree: compares what the ranks run, and raises on all of them at the first difference.
+"""agree: compares what the ranks run, and raises on all of them; check_rng: their generators.
 
 Note [Journals]
 Inside the mode each rank keeps a journal: one record per op on DTensors, redistribution,
@@ -34,12 +34,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch.c10d import group_timeout
 from shardwise._torch.frames import line_outside
 from shardwise.comm import collectives
 from shardwise.comm.collectives import GRACE_S, describers, judges, lost
 from shardwise.comm.watch import watch
+from shardwise.core.mesh import Grid, grid_like, grid_of
 from shardwise.core.untraced import untraced
 from shardwise.core.world import World, current_world
 from shardwise.debug.first_difference import (
@@ -58,8 +60,8 @@ from shardwise.dispatch.wrapped import Wrapped
 from shardwise.dtensor import autograd
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, RankMismatchError, ShardwiseError
-from shardwise.random.fill import generator_digest
-from shardwise.simulation.parts import one_part
+from shardwise.random import compare_generators, generator_digest
+from shardwise.simulation.ranks import one_part
 
 #: The functions of comm.collectives that start a collective.
 _STARTS = (
@@ -551,3 +553,34 @@ def _tensors(values: Sequence[Any]) -> Iterator[Any]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
+
+
+# -- generators ----------------------------------------------------------------------------------
+
+
+def check_rng(mesh: DeviceMesh | None = None, generator: torch.Generator | None = None) -> None:
+    """Raise on every rank, naming the ranks, when their generators are in different states.
+
+    Compares `generator`, or else the default ones of the CPU and of the mesh's device. All ranks of
+    the mesh (without one, of the world) must call it. Costs one all-gather of 8 bytes per
+    generator and mesh axis.
+
+    >>> import shardwise
+    >>> from shardwise.debug import check_rng
+    >>> with shardwise.simulate(4):
+    ...     check_rng()
+    """
+    grid = grid_of(mesh) if mesh is not None else _everyone()
+    if generator is not None:
+        devices = [generator.device]
+    else:
+        devices = [torch.device(t) for t in dict.fromkeys(("cpu", grid.device_type))]
+    for device in devices:
+        compare_generators(grid, device, generator, "check_rng")
+
+
+def _everyone() -> Grid:
+    """All ranks along one axis, on a device that their process group supports."""
+    world = current_world()
+    device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return grid_like(device_type, (world.size,), tuple(range(world.size)), None)

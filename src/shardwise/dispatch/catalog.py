@@ -11,9 +11,8 @@ import torch
 from shardwise._torch.dispatch import OpOverload, OpOverloadPacket
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Placement
-from shardwise.dispatch import notation
-from shardwise.dispatch.notation import Group
-from shardwise.dispatch.rule import Call, Choice, Rule, Table, TensorMeta
+from shardwise.dispatch.rule import Call, Choice, Group, Pattern, Rule, Table, TensorMeta, parse
+from shardwise.dispatch.rule import rule as parse_rule
 from shardwise.errors import ArgumentError, LayoutError
 
 #: The rules of all families in `ops`; `ops.catalog` fills it.
@@ -129,7 +128,7 @@ def register_rule(
     """Give `op` a rule: a line of the notation, or a function from a `Call` to its `Choice`s.
 
     `linear`, `added`, `reduce_op` and letters bound to arguments belong to the notation; see
-    `shardwise.dispatch.notation`. Earlier plans are dropped. Rules are local to a process: register
+    `shardwise.dispatch.rule`. Earlier plans are dropped. Rules are local to a process: register
     them on every rank, before the op is used. `testing.check_rule` compares a rule with the op on
     one device.
     """
@@ -140,10 +139,10 @@ def register_rule(
         )
     if isinstance(rule, str):
         try:
-            _, made = notation.rule(
+            _, made = parse_rule(
                 found, like=rule, linear=linear, added=added, reduce_op=reduce_op, **bound
             )
-            _check_counts(found, notation.parse(rule))
+            _check_counts(found, parse(rule))
         except ValueError as error:
             raise LayoutError(f"The rule of {found} cannot be read: {error}.") from error
         _check_names(found, bound)
@@ -171,7 +170,7 @@ def _check_names(op: Any, bound: dict[str, str]) -> None:
             )
 
 
-def _check_counts(op: Any, pattern: notation.Pattern) -> None:
+def _check_counts(op: Any, pattern: Pattern) -> None:
     """Optional tensors may be left out of the line; lists of tensors have any length."""
     schema = op._schema
     for what, values, found in (

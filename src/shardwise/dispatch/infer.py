@@ -22,8 +22,7 @@ from shardwise._torch.dispatch import (
     is_contiguous_or_false,
     outside_modes,
 )
-from shardwise._torch.functions import tree_leaves, tree_map, tree_map_only
-from shardwise._torch.symint import detect_fake_mode
+from shardwise._torch.functions import detect_fake_mode, tree_leaves, tree_map, tree_map_only
 from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.core.sizes import noted
 from shardwise.dispatch.rule import Rule, TensorMeta

@@ -30,14 +30,12 @@ from shardwise.core.mesh import Coordinate
 from shardwise.core.untraced import is_cast_before, without_autocast
 from shardwise.dispatch.catalog import Positional, copies_view, functional_twin, in_order
 from shardwise.dispatch.infer import faked
-from shardwise.dispatch.propagate import CallPlan
+from shardwise.dispatch.propagate import CallPlan, forbid_sent
 from shardwise.dispatch.rule import TensorMeta
 from shardwise.dispatch.shapes import same_stride
-from shardwise.dispatch.strict import forbid_sent
 from shardwise.lookup.ids import has_values
 from shardwise.redistribute.execute import in_memory_order
-from shardwise.simulation.parts import is_per_rank, parts_of
-from shardwise.simulation.ranks import each_rank, rank_call
+from shardwise.simulation.ranks import each_rank, is_per_rank, parts_of, rank_call
 
 aten = torch.ops.aten
 

@@ -32,18 +32,14 @@ from shardwise.dispatch.catalog import (
 )
 from shardwise.dispatch.infer import outputs_of
 from shardwise.dispatch.local_call import fastest, local_call
-from shardwise.dispatch.propagate import CallPlan, propagate, unsupported
+from shardwise.dispatch.propagate import CallPlan, forbid_move, propagate, unsupported
 from shardwise.dispatch.rule import Call, TensorMeta
-from shardwise.dispatch.strict import forbid_move
 from shardwise.dispatch.wrapped import count_on_lent, is_partial, reduced_layout, reduced_once
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.lookup.ids import has_values
-from shardwise.redistribute.execute import prepare
-from shardwise.redistribute.moves import Run
-from shardwise.redistribute.search import find_steps
-from shardwise.redistribute.steps import Step
-from shardwise.simulation.parts import parts_of
-from shardwise.simulation.ranks import my_coordinate, no_values
+from shardwise.redistribute.execute import Run, prepare
+from shardwise.redistribute.steps import Step, find_steps
+from shardwise.simulation.ranks import my_coordinate, no_values, parts_of
 
 aten = torch.ops.aten
 _Tensor = torch.Tensor

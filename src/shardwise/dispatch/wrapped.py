@@ -9,8 +9,8 @@ import torch
 from shardwise._torch.autograd import count_versions
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, Partial
-from shardwise.redistribute.moves import Run
-from shardwise.simulation.parts import LENT, count_write, lent, one_part, parts_of
+from shardwise.redistribute.execute import Run
+from shardwise.simulation.ranks import LENT, count_write, lent, one_part, parts_of
 
 
 class Wrapped(torch.Tensor):

@@ -45,8 +45,7 @@ from shardwise.core.placements import Placement, Shard
 from shardwise.core.sizes import splits_evenly, surely_equal
 from shardwise.core.world import world_caches
 from shardwise.errors import ArgumentError, UnsupportedError
-from shardwise.simulation.parts import from_parts, parts_of, roster_of
-from shardwise.simulation.ranks import rank_values
+from shardwise.simulation.ranks import from_parts, parts_of, rank_values, roster_of
 from shardwise.simulation.roster import Roster
 
 #: How many layouts a context remembers.

@@ -19,7 +19,7 @@ from shardwise.core.layout import Layout, contiguous_stride, make_layout, normal
 from shardwise.core.mesh import Grid, current_mesh, grid_of
 from shardwise.core.placements import REPLICATE, Placement, Replicate, Shard, short
 from shardwise.core.untraced import breaks_graph
-from shardwise.dtensor.autograd import refuse_transformed
+from shardwise.dtensor.autograd import refuse_hooks, refuse_transformed
 from shardwise.dtensor.compile import (
     install_factories,
     is_traceable,
@@ -28,13 +28,11 @@ from shardwise.dtensor.compile import (
     traced_distribute,
 )
 from shardwise.dtensor.conversion import check_plain_part, own_stride
-from shardwise.dtensor.gradients import refuse_hooks
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, LeafError, UnsupportedError
-from shardwise.random.draws import draw_of, draw_parts, new_parts
-from shardwise.random.fill import Draw
+from shardwise.random import Draw, draw_of, draw_parts, new_parts
 from shardwise.redistribute.execute import execute, in_memory_order
-from shardwise.redistribute.search import find_steps
+from shardwise.redistribute.steps import find_steps
 from shardwise.simulation.ranks import each_rank, localize, no_values
 
 aten = torch.ops.aten

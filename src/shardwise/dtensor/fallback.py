@@ -29,14 +29,13 @@ from shardwise.dispatch.catalog import (
     rule_caches,
     written_inputs,
 )
-from shardwise.dispatch.foreach import FUSED_STEPS, UNSCALE, count_writes, is_foreach
 from shardwise.dispatch.plan import Entry, at_path, check_writable, mover, on_one_mesh, tensor_paths
-from shardwise.dispatch.propagate import CallPlan
-from shardwise.dispatch.strict import forbid_move
+from shardwise.dispatch.propagate import CallPlan, forbid_move
+from shardwise.dispatch.variants import FUSED_STEPS, UNSCALE, count_writes, is_foreach
 from shardwise.dispatch.wrapped import Wrapped, reduced_layout, remember
 from shardwise.dtensor import autograd
+from shardwise.dtensor.autograd import reduced_together
 from shardwise.dtensor.conversion import stride_like
-from shardwise.dtensor.gradients import reduced_together
 from shardwise.dtensor.snapshots import read_current
 from shardwise.errors import (
     ArgumentError,
@@ -45,9 +44,15 @@ from shardwise.errors import (
     ReplicationWarning,
     UnsupportedError,
 )
-from shardwise.redistribute.search import find_steps
-from shardwise.simulation.parts import from_parts, held_like, one_part, parts_of, roster_of
-from shardwise.simulation.ranks import one_for_all
+from shardwise.redistribute.steps import find_steps
+from shardwise.simulation.ranks import (
+    from_parts,
+    held_like,
+    one_for_all,
+    one_part,
+    parts_of,
+    roster_of,
+)
 from shardwise.simulation.roster import Roster
 
 aten = torch.ops.aten

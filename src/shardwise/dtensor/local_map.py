@@ -19,8 +19,7 @@ from shardwise.dtensor.compile import install_from_uneven, is_traced, traced_fro
 from shardwise.dtensor.conversion import all_metas
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
-from shardwise.simulation.parts import is_per_rank
-from shardwise.simulation.ranks import rank_values
+from shardwise.simulation.ranks import is_per_rank, rank_values
 
 Placements = Sequence[Placement] | None
 

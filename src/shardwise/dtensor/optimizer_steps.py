@@ -31,10 +31,9 @@ from shardwise._torch.functions import others_watch_steps
 from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout
 from shardwise.dispatch.wrapped import count_on_lent, is_partial
-from shardwise.dtensor.autograd import with_dtype
-from shardwise.dtensor.gradients import reduce_gradients
+from shardwise.dtensor.autograd import reduce_gradients, with_dtype
 from shardwise.dtensor.tensor import DTensor
-from shardwise.simulation.parts import LENT, from_parts, held_like, parts_of, roster_of
+from shardwise.simulation.ranks import LENT, from_parts, held_like, parts_of, roster_of
 from shardwise.simulation.roster import Roster
 
 #: The optimizers whose update of an element depends only on that element and its state.

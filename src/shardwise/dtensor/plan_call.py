@@ -27,7 +27,6 @@ from shardwise.dispatch.catalog import (
     written_inputs,
     written_twin,
 )
-from shardwise.dispatch.foreach import FUSED_STEPS, foreach_entry, takes_lists
 from shardwise.dispatch.infer import (
     UNSAFE_VIEWS,
     ResizedError,
@@ -35,13 +34,6 @@ from shardwise.dispatch.infer import (
     check_whole_numbers,
     faked,
     infer_outputs,
-)
-from shardwise.dispatch.inplace import (
-    TensorByKeyword,
-    check_overlaps,
-    compares_memory,
-    entry_of_call,
-    watch_overlaps,
 )
 from shardwise.dispatch.local_call import has_other_strides, is_memory_of, restrided, unaliased
 from shardwise.dispatch.plan import (
@@ -54,6 +46,16 @@ from shardwise.dispatch.plan import (
 )
 from shardwise.dispatch.propagate import unsupported
 from shardwise.dispatch.shapes import ASKED, same_stride
+from shardwise.dispatch.variants import (
+    FUSED_STEPS,
+    TensorByKeyword,
+    check_overlaps,
+    compares_memory,
+    entry_of_call,
+    foreach_entry,
+    takes_lists,
+    watch_overlaps,
+)
 from shardwise.dispatch.wrapped import Wrapped, as_layouts
 from shardwise.dtensor.fallback import (
     decomposition_of,
@@ -62,7 +64,7 @@ from shardwise.dtensor.fallback import (
     run_gathered,
     unknown_shape_entry,
 )
-from shardwise.dtensor.plain_operands import (
+from shardwise.dtensor.operands import (
     as_list,
     check_plain,
     keep_plain,

@@ -30,7 +30,7 @@ from shardwise._torch.autograd import current_node
 from shardwise.core.layout import Layout
 from shardwise.dispatch.plan import Entry, Path, at_path, tensor_paths
 from shardwise.errors import UnsupportedError
-from shardwise.simulation.parts import parts_of, per_rank
+from shardwise.simulation.ranks import parts_of, per_rank
 
 aten = torch.ops.aten
 

@@ -34,17 +34,17 @@ from shardwise._torch.autograd import (
     outside_transforms,
 )
 from shardwise._torch.dispatch import ABOVE_AUTOGRAD, make_wrapper, no_torch_function, undispatched
-from shardwise.comm.pending import Pending
+from shardwise.comm.collectives import Pending
 from shardwise.core.encode import encode_mesh
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.mesh import current_mesh, grid_of
 from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.sizes import noted, unrecorded
 from shardwise.core.untraced import breaks_graph, untraced
-from shardwise.dispatch.inplace import TensorByKeyword, run_by_keyword
 from shardwise.dispatch.plan import Entry, entries
+from shardwise.dispatch.variants import TensorByKeyword, run_by_keyword
 from shardwise.dispatch.wrapped import Wrapped, as_layouts, lend
-from shardwise.dtensor import autograd, compile, conversion, pickling, snapshots
+from shardwise.dtensor import autograd, compile, conversion, snapshots
 from shardwise.dtensor.autograd import (
     current_to_local,
     default_layouts,
@@ -62,8 +62,16 @@ from shardwise.dtensor.compile import (
     stable_hash,
     traced_from_local,
 )
-from shardwise.dtensor.conversion import as_numpy, redistribute_as, refuse_memory, whole_values
-from shardwise.dtensor.indexing import (
+from shardwise.dtensor.conversion import (
+    as_numpy,
+    packed,
+    redistribute_as,
+    refuse_memory,
+    unpacked,
+    whole_values,
+)
+from shardwise.dtensor.operands import (
+    beside_plain,
     for_ints,
     for_number,
     holds_list,
@@ -71,12 +79,9 @@ from shardwise.dtensor.indexing import (
     retain_grad,
     with_tensors,
 )
-from shardwise.dtensor.pickling import packed, unpacked
-from shardwise.dtensor.plain_operands import beside_plain
 from shardwise.dtensor.plan_call import FALSE, TRUE, Miss, add_argument
 from shardwise.errors import ArgumentError, LayoutError, LeafError, MixedTensorsError
-from shardwise.simulation.parts import held_like, sized_copy, unsized
-from shardwise.simulation.ranks import localize
+from shardwise.simulation.ranks import held_like, localize, sized_copy, unsized
 
 _strided = torch.strided
 _item = torch.Tensor.__getitem__
@@ -611,13 +616,13 @@ class DTensor(Wrapped):
     # -- torch.distributed.checkpoint --------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return pickling.write_items(fqn, snapshots.current(self).detach(), self._layout)
+        return conversion.write_items(fqn, snapshots.current(self).detach(), self._layout)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return pickling.chunk_list(self._local.detach(), self._layout)
+        return conversion.chunk_list(self._local.detach(), self._layout)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return pickling.chunk_memory(self._local.detach(), self._layout, index)
+        return conversion.chunk_memory(self._local.detach(), self._layout, index)
 
     # -- copies ------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ What the plan decides (addresses, sizes, where results go) lies in device arrays
 down with the first batch of its form. A step makes the same calls however many tables there are.
 
 Note [Late checks]
-A batch is checked on the device, before its lookup (see Note [Records] in `kernels.check`). An
+A batch is checked on the device, before its lookup (see Note [Records] in `kernels.tables`). An
 invalid one changes no row. The host reads what was found when the next step begins, or earlier if
 the lookup has reported it by then; or in `synchronize`. With `check="now"` the lookup itself waits
 for it. In a graph no such code runs: the graph's record adds up what all its
@@ -25,10 +25,9 @@ from shardwise.embedding.in_backward import InBackward
 from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.stacks import Stacks
 from shardwise.errors import UnsupportedError
-from shardwise.kernels.check import Records, check_bags
 from shardwise.kernels.launch import is_captured
 from shardwise.kernels.lookup import Trace, pooled_lookup
-from shardwise.kernels.tables import IdBags, OutputRows, TableSet, first_bags
+from shardwise.kernels.tables import IdBags, OutputRows, Records, TableSet, check_bags, first_bags
 from shardwise.lookup.backends.triton_kernels import step_rows
 from shardwise.lookup.optimizers import Adam
 from shardwise.lookup.prefetch import PrefetchedBatch

@@ -21,8 +21,7 @@ from shardwise.lookup.exchange import FeatureBags, ranks_present
 from shardwise.lookup.prefetch import OutsideBatch, PrefetchedBatch
 from shardwise.lookup.routing import Route
 from shardwise.lookup.tiling import Features
-from shardwise.simulation.parts import is_per_rank, parts_of
-from shardwise.simulation.ranks import part_per_rank
+from shardwise.simulation.ranks import is_per_rank, part_per_rank, parts_of
 
 if TYPE_CHECKING:
     from shardwise.embedding.alone import OneRank

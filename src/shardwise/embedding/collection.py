@@ -50,8 +50,7 @@ from shardwise.lookup.prefetch import OutsideBatch, PrefetchedBatch, PrefetchQue
 from shardwise.lookup.routing import Route
 from shardwise.lookup.scratch import Scratch
 from shardwise.lookup.tiling import Table, TableTiling, checked_tables
-from shardwise.simulation.parts import agreed
-from shardwise.simulation.ranks import localize, present
+from shardwise.simulation.ranks import agreed, localize, present
 
 REDUCTIONS = ("mean", "sum")
 _ADDRESS = torch.Tensor.data_ptr

@@ -24,8 +24,7 @@ from shardwise.lookup.optimizers import (
     add_distinct_rows,
     optimizer_settings,
 )
-from shardwise.simulation.parts import on_rank
-from shardwise.simulation.ranks import present
+from shardwise.simulation.ranks import on_rank, present
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class RowState:
     """The state, one number per row, of a table whose columns are on some of the ranks.
 
     Each of those ranks has all the numbers. No DTensor layout says that, so checkpoints get each
-    holder's copy; see Note [Pieces] in `checkpoint.pieces`.
+    holder's copy; see Note [Pieces] in `checkpoint.crew`.
     """
 
     shape: tuple[int, int]

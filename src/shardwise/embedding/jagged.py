@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import ArgumentError
-from shardwise.simulation.parts import is_per_rank, parts_of, sized_copy
+from shardwise.simulation.ranks import is_per_rank, parts_of, sized_copy
 
 
 class Jagged:

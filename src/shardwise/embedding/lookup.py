@@ -12,7 +12,7 @@ import torch
 from shardwise._torch.dispatch import without_subclass_functions
 from shardwise.comm.watch import because
 from shardwise.core.untraced import UntracedFunction, differentiated_once
-from shardwise.dispatch.foreach import count_writes
+from shardwise.dispatch.variants import count_writes
 from shardwise.embedding.in_backward import InBackward
 from shardwise.embedding.stacks import Stacks, WriteCount
 from shardwise.lookup.backends.backend import Backend, Lookups, Query, Rows
@@ -24,8 +24,7 @@ from shardwise.lookup.step import RankStep
 from shardwise.lookup.tiling import TableShard
 from shardwise.ops.lookup.row_sparse import gather_rows
 from shardwise.ops.lookup.row_sparse import make as make_row_sparse
-from shardwise.simulation.parts import agreed
-from shardwise.simulation.ranks import localize, one_tensor, part_per_rank
+from shardwise.simulation.ranks import agreed, localize, one_tensor, part_per_rank
 from shardwise.training.contract import Reduction
 from shardwise.training.reducer import reduction_for
 

@@ -17,8 +17,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.lookup.exchange import places_together, ranks_present
 from shardwise.lookup.scratch import table_memory
 from shardwise.lookup.tiling import TableShard, TableTiling
-from shardwise.simulation.parts import agreed
-from shardwise.simulation.ranks import localize, no_values, one_tensor, part_per_rank
+from shardwise.simulation.ranks import agreed, localize, no_values, one_tensor, part_per_rank
 
 
 class Stacks:

@@ -33,8 +33,7 @@ from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.simulation.local_tensor import resolved
-from shardwise.simulation.parts import is_per_rank
-from shardwise.simulation.ranks import one_for_all, own_roster
+from shardwise.simulation.ranks import is_per_rank, one_for_all, own_roster
 
 __all__ = [
     "from_torch",

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardwise.kernels.memory import (
+from shardwise.kernels.launch import (
     assert_owned,
     last_at_most,
     load_rows,
@@ -25,7 +25,7 @@ from shardwise.kernels.pool_bags import pool_bags, pool_short_bags, pool_wide_ba
 from shardwise.kernels.tables import IdBags, OutputRows, TableSet
 
 if TYPE_CHECKING:
-    from shardwise.kernels.check import Record
+    from shardwise.kernels.tables import Record
 
 
 SUM, MEAN, MAX = 0, 1, 2
@@ -69,7 +69,7 @@ def pooled_lookup(
     """The pooled rows of every bag, as one flat buffer laid out as `bags.rows` says.
 
     An id out of range fails on the device, unless a `record` says whether the batch is valid (see
-    Note [Records] in `check`). Unless `all_in_bags`, there may be ids after the last bag.
+    Note [Records] in `tables`). Unless `all_in_bags`, there may be ids after the last bag.
     """
     ids, offsets, first_bag, max_bags, rows = bags
     assert offsets is not None, "bags that are pooled have offsets"

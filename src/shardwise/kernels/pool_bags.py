@@ -27,7 +27,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardwise.kernels.memory import assert_owned, last_at_most, load_rows
+from shardwise.kernels.launch import assert_owned, last_at_most, load_rows
 
 
 @triton.jit

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from shardwise.kernels.launch import load_rows, num_pieces, store_rows
 from shardwise.kernels.lookup import FULL_OCCUPANCY, Trace
-from shardwise.kernels.memory import load_rows, num_pieces, store_rows
 from shardwise.kernels.tables import TableSet
 
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = 0, 1, 2, 3

@@ -12,8 +12,7 @@ from shardwise.comm import collectives
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate, Grid
 from shardwise.errors import BatchError
-from shardwise.simulation.parts import one_part, parts_of
-from shardwise.simulation.ranks import each_rank
+from shardwise.simulation.ranks import each_rank, one_part, parts_of
 
 
 def has_values(x: torch.Tensor) -> bool:

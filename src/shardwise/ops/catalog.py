@@ -1,6 +1,6 @@
 """The catalog: every family of ops, with its tables.
 
-A family is a module. `RULES` say how its ops run on shards (see `dispatch.notation`), `KERNELS`
+A family is a module. `RULES` say how its ops run on shards (see `dispatch.rule`), `KERNELS`
 are called above autograd (see Note [Above autograd]), `DECOMPOSITIONS` compute an op with others,
 and `REFUSED` lists the inputs whose values an op may refuse.
 """
@@ -18,59 +18,29 @@ from shardwise.dispatch.local_call import REFUSED
 from shardwise.dispatch.rule import Table, merge
 from shardwise.dtensor import fallback
 from shardwise.ops import composites, random
-from shardwise.ops.lookup import (
-    bag_grads,
-    bag_rules,
-    bags,
-    embedding,
-    embedding_rules,
-    largest_bags,
-)
-from shardwise.ops.math import (
-    einsum,
-    linalg,
-    matmul,
-    pointwise,
-    reduce,
-    whole,
-)
-from shardwise.ops.nn import (
-    attention,
-    batch_norm,
-    conv,
-    layer_norm,
-    loss,
-    pooling,
-    recurrent,
-)
-from shardwise.ops.shape import create, diagonal, indexing, join, overwrite, views
+from shardwise.ops.lookup import bag_grads, bag_rules, embedding, embedding_rules
+from shardwise.ops.math import einsum, matmul, pointwise, reduce, whole
+from shardwise.ops.nn import attention, image, loss, norm, recurrent
+from shardwise.ops.shape import indexing, join, views
 
 FAMILIES: tuple[Any, ...] = (
     pointwise,
     matmul,
     einsum,
     reduce,
-    linalg,
     whole,
     views,
-    create,
     join,
-    diagonal,
     indexing,
-    overwrite,
     loss,
-    layer_norm,
-    batch_norm,
+    norm,
     attention,
-    conv,
+    image,
     recurrent,
-    pooling,
     embedding_rules,
     embedding,
-    bags,
     bag_rules,
     bag_grads,
-    largest_bags,
     random,
 )
 

@@ -18,10 +18,10 @@ from shardwise.core.layout import dense_stride, make_layout
 from shardwise.core.placements import REPLICATE
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dispatch.infer import faked
-from shardwise.dispatch.inplace import run_by_keyword
 from shardwise.dispatch.local_call import restrided
+from shardwise.dispatch.variants import run_by_keyword
 from shardwise.dispatch.wrapped import as_layouts, reduced_layout
-from shardwise.dtensor.plain_operands import check_plain
+from shardwise.dtensor.operands import check_plain
 from shardwise.dtensor.snapshots import SOURCE, add_source
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError

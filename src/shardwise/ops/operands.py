@@ -12,7 +12,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE
 from shardwise.core.untraced import UntracedFunction
 from shardwise.core.world import world_caches
-from shardwise.dtensor.plain_operands import check_plain
+from shardwise.dtensor.operands import check_plain
 from shardwise.dtensor.tensor import DTensor
 
 

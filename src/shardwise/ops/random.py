@@ -25,8 +25,7 @@ from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.lookup.ids import has_values
 from shardwise.ops.math.pointwise import elementwise
-from shardwise.random.draws import assembled, draw_of, draw_parts, model_of, new_parts, sliced
-from shardwise.random.fill import Draw
+from shardwise.random import Draw, assembled, draw_of, draw_parts, model_of, new_parts, sliced
 from shardwise.simulation.ranks import once_for_all, rank_values
 
 aten = torch.ops.aten

@@ -4,8 +4,7 @@ Who reduces gradients over data axes is decided in `training`.
 """
 
 from shardwise.parallel.context import context_parallel
-from shardwise.parallel.expert_exchange import expert_parallel
-from shardwise.parallel.experts import ExpertParallel
+from shardwise.parallel.experts import ExpertParallel, expert_parallel
 from shardwise.parallel.loss import loss_parallel, parallel_cross_entropy
 from shardwise.parallel.parallelize import (
     PlanReport,
@@ -14,18 +13,16 @@ from shardwise.parallel.parallelize import (
     parallelize_module,
     save_plan,
 )
-from shardwise.parallel.prepare import (
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    input_reshard,
-)
 from shardwise.parallel.style import ParallelStyle
 from shardwise.parallel.styles import (
     ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
     ReplicateParallel,
     RowwiseParallel,
     SequenceParallel,
+    input_reshard,
 )
 from shardwise.training.data_parallel import data_parallel
 from shardwise.training.fully_sharded.fully_shard import fully_shard

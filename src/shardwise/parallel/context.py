@@ -26,12 +26,11 @@ from shardwise.core.mesh import Coordinate, grid_of
 from shardwise.core.untraced import breaks_graph
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
+from shardwise.ops.nn.attention import POSITIONS, attend_locally
 from shardwise.ops.nn.context_attention import AxisGroup
-from shardwise.ops.nn.sequence_attention import POSITIONS, attend_locally
 from shardwise.parallel.style import prepend_input_hook
 from shardwise.plans import matching_modules, no_match
-from shardwise.simulation.parts import one_part, sized
-from shardwise.simulation.ranks import on_plain_ranks
+from shardwise.simulation.ranks import on_plain_ranks, one_part, sized
 from shardwise.training.contract import DataAxes, mesh_axes
 from shardwise.training.data_parallel import data_parallel
 from shardwise.training.reducer import declared_module

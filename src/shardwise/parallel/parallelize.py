@@ -17,10 +17,11 @@ from shardwise.core.placements import Placement, Shard
 from shardwise.core.sizes import lengths
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
-from shardwise.parallel.boundary import tensor_axis
 from shardwise.parallel.resolve import (
     Resolved,
     Target,
+    describe_style,
+    entry_of,
     fit_heads,
     fits,
     problems,
@@ -28,8 +29,7 @@ from shardwise.parallel.resolve import (
     resolve,
     styles_of,
 )
-from shardwise.parallel.style import ParallelStyle
-from shardwise.parallel.style_registry import describe_style, entry_of
+from shardwise.parallel.style import ParallelStyle, tensor_axis
 from shardwise.parallel.styles import ColwiseParallel, RowwiseParallel, SharedHeads
 from shardwise.parallel.tied import Owner, counterparts, distributed_since, tie_again, tied_owners
 from shardwise.plans import read_plan_file, write_plan_file

@@ -27,9 +27,8 @@ from shardwise.core.mesh import grid_of
 from shardwise.core.placements import REPLICATE, Placement
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, ShardwiseError, UnsupportedError
-from shardwise.parallel.boundary import tensor_axis
 from shardwise.parallel.resolve import Target, fits
-from shardwise.parallel.style import ParallelStyle, is_parallel, owner_of
+from shardwise.parallel.style import ParallelStyle, is_parallel, owner_of, tensor_axis
 from shardwise.parallel.styles import ColwiseParallel, ReplicateParallel, RowwiseParallel
 
 #: Above it, one search for all modules is faster than one for what refers to the parameters.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.comm.cost import show_bytes
+from shardwise.comm.collectives import show_bytes
 from shardwise.embedding.plan import Plan
 from shardwise.planner.packing import Packing
 from shardwise.planner.planning import UNLIMITED, PlanResult

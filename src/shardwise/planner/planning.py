@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.cost import show_bytes
+from shardwise.comm.collectives import show_bytes
 from shardwise.core.mesh import grid_of
 from shardwise.embedding.collection import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.embedding.plan import Entry, Plan, check_exchange_dtype

@@ -1,14 +1,20 @@
-"""Step: a change of one axis's placement. Values only; `moves` runs them."""
+"""Step: a change of one axis's placement; the cheapest sequence of steps between two layouts."""
 
 from __future__ import annotations
 
+import functools
+import heapq
+import itertools
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardwise.comm.cost import collective_s, exchange_s, local_s
-from shardwise.core.layout import Layout
-from shardwise.core.placements import NormPartial, Partial, Placement, Replicate, Shard
+from shardwise.comm.collectives import LATENCY_S, collective_s, exchange_s, local_s
+from shardwise.core.layout import Layout, canonical_order, misfit, partials_commute
+from shardwise.core.placements import NormPartial, Partial, Placement, Replicate, Shard, plain
 from shardwise.core.sizes import Size, chunk_length, lengths, overlaps
+from shardwise.core.world import world_caches
+from shardwise.errors import LayoutError
 
 #: (placement before, after) -> the kind of step. Other sizes of the same dim: a resplit.
 _KINDS: dict[tuple[type, type], str] = {
@@ -102,3 +108,171 @@ def longest(layout: Layout, axis: int, dim: int) -> Size:
         if other == axis:
             break
     return size
+
+
+# A state is one placement per axis and the order of axes. Only the innermost axis of a dim may stop
+# sharding it, and an axis that starts sharding a dim becomes its innermost. Moves are tried in a
+# fixed order and ties go to what was found first, so every rank finds the same path.
+
+
+#: The least cost of a step without communication.
+_LOCAL_S = local_s(0)
+
+State = tuple[tuple[Placement, ...], tuple[int, ...]]
+
+
+def find_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
+    """The steps from `source` to `target`, two layouts of one tensor on one mesh."""
+    if source is target:
+        return ()
+    if source.symbolic or target.symbolic:
+        return _search(source, target)
+    return _cached_search(source, target)
+
+
+def cost_s(source: Layout, target: Layout) -> float:
+    """Seconds that `find_steps(source, target)` is expected to take."""
+    return sum(map(_step_cost, find_steps(source, target)))
+
+
+@functools.lru_cache(maxsize=16384)
+def _cached_search(source: Layout, target: Layout) -> tuple[Step, ...]:
+    return _search(source, target)
+
+
+world_caches.append(_cached_search.cache_clear)
+
+
+def _step_cost(step: Step) -> float:
+    return _move_costs(step.source)(
+        step.kind, step.axis, step.source.placements, step.target.placements
+    )
+
+
+def _search(source: Layout, target: Layout) -> tuple[Step, ...]:
+    if source.grid is not target.grid or len(source.shape) != len(target.shape):
+        raise LayoutError(f"{source!r} cannot become {target!r}: another mesh, or another tensor.")
+    start, goal = _state(source), _state(target)
+    candidates, cost_of = _candidates(start, goal), _move_costs(source)
+    best: dict[State, float] = {start: 0.0}
+    came: dict[State, tuple[State, int, str]] = {}
+    # Sorted by the least cost of a path through a state; ties go to what was found first.
+    numbers = itertools.count()
+    queue = [(least_s(start[0], goal[0]), next(numbers), 0.0, start)]
+    while queue:
+        _, _, spent, state = heapq.heappop(queue)
+        if state == goal:
+            return _path(source, target, came, start, goal)
+        if spent > best[state]:
+            continue
+        for axis, kind, after in _moves(state, candidates, source):
+            if kind == "resplit" and source.symbolic:
+                continue  # the sizes of its messages would be compiled in, rank by rank
+            cost = spent + cost_of(kind, axis, state[0], after[0])
+            if cost < best.get(after, float("inf")) - 1e-15:
+                best[after] = cost
+                came[after] = (state, axis, kind)
+                left = least_s(after[0], goal[0])
+                heapq.heappush(queue, (cost + left, next(numbers), cost, after))
+    raise LayoutError(f"No sequence of steps leads from {source!r} to {target!r}.")
+
+
+def least_s(before: Sequence[Placement], after: Sequence[Placement]) -> float:
+    """A lower bound of the cost between two placements: a step for each axis that changes.
+
+    >>> least_s((Shard(0), Replicate()), (Replicate(), Replicate())) >= LATENCY_S
+    True
+    """
+    least = 0.0
+    for one, other in zip(before, after, strict=True):
+        if one is not other and one != other:
+            least += _LOCAL_S if type(one) is Replicate else LATENCY_S
+    return least
+
+
+def _state(layout: Layout) -> State:
+    placements = tuple(map(plain, layout.placements))
+    return placements, canonical_order(placements, layout.order)
+
+
+def _candidates(start: State, goal: State) -> list[list[Placement]]:
+    """Per axis, the placements that a path may pass through, the target first."""
+    shards = [Shard(p.dim) for p in goal[0] if isinstance(p, Shard)]
+    return [
+        list(dict.fromkeys([after, before, Replicate(), *shards]))
+        for before, after in zip(start[0], goal[0], strict=True)
+    ]
+
+
+def _moves(
+    state: State, candidates: list[list[Placement]], layout: Layout
+) -> Iterator[tuple[int, str, State]]:
+    placements, order = state
+    for axis, before in enumerate(placements):
+        if isinstance(before, Shard) and _innermost(placements, order, before.dim) != axis:
+            continue
+        for after in candidates[axis]:
+            kind = step_kind(before, after)
+            if kind is None:
+                continue
+            changed = (*placements[:axis], after, *placements[axis + 1 :])
+            moved = (*(a for a in order if a != axis), axis)
+            if _fits(changed, moved, axis, layout):
+                yield axis, kind, (changed, canonical_order(changed, moved))
+
+
+def _innermost(placements: tuple[Placement, ...], order: tuple[int, ...], dim: int) -> int:
+    return [a for a in order if placements[a].is_shard(dim)][-1]
+
+
+def _fits(
+    placements: tuple[Placement, ...], order: tuple[int, ...], axis: int, layout: Layout
+) -> bool:
+    """Whether the new placement of `axis` fits the others: its sizes, or its reduction."""
+    if isinstance(placements[axis], Partial):
+        return partials_commute(placements)
+    return misfit(placements, order, layout.shape, layout.grid.shape) is None
+
+
+def _move_costs(layout: Layout) -> Callable[..., float]:
+    """The cost of a move of a tensor like `layout`, by kind, axis, placements before and after."""
+    sizes = layout.grid.shape
+    whole = local_bytes(layout.shape, layout.dtype.itemsize, (), ())
+    known: dict[tuple[Placement, ...], float] = {}
+
+    def num_bytes(placements: tuple[Placement, ...]) -> float:
+        if placements not in known:
+            parts = [n for p, n in zip(placements, sizes, strict=True) if isinstance(p, Shard)]
+            known[placements] = whole / math.prod(parts)
+        return known[placements]
+
+    def cost(
+        kind: str, axis: int, before: tuple[Placement, ...], after: tuple[Placement, ...]
+    ) -> float:
+        old, new = before[axis], after[axis]
+        if kind == "resplit" and isinstance(old, Shard) and isinstance(new, Shard):
+            size = layout.shape[new.dim]
+            return resplit_cost_s(size, sizes[axis], old, new, num_bytes(before) * sizes[axis])
+        return step_cost_s(kind, sizes[axis], num_bytes(before), num_bytes(after))
+
+    return cost
+
+
+def _path(
+    source: Layout,
+    target: Layout,
+    came: dict[State, tuple[State, int, str]],
+    start: State,
+    goal: State,
+) -> tuple[Step, ...]:
+    moves, states = [], [goal]
+    while states[-1] != start:
+        before, axis, kind = came[states[-1]]
+        moves.append((axis, kind))
+        states.append(before)
+    layouts = [source.with_placements(p, o) for p, o in reversed(states)]
+    layouts[0], layouts[-1] = source, (target if moves else source)
+    return tuple(
+        Step(kind, axis, layouts[i], layouts[i + 1])
+        for i, (axis, kind) in enumerate(reversed(moves))
+    )

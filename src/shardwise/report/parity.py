@@ -29,7 +29,7 @@ from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.errors import ArgumentError
 from shardwise.launch import launch
 from shardwise.report.case import CONTEXT_AXIS, Case
-from shardwise.simulation.parts import agreed, on_rank
+from shardwise.simulation.ranks import agreed, on_rank
 from shardwise.simulation.world import simulate
 from shardwise.testing.compare import Difference, Values, differences
 from shardwise.testing.layouts import Mesh

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from html import escape
 
-from shardwise.comm.cost import show_bytes
+from shardwise.comm.collectives import show_bytes
 from shardwise.planner.explaining import Comparison, choices, describe_result, to_json
 from shardwise.planner.planning import PlanResult
 from shardwise.planner.price import Price

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch.dispatch import TorchDispatchMode
 from shardwise._torch.functions import tree_leaves
-from shardwise.comm.cost import collective_s
+from shardwise.comm.collectives import collective_s
 from shardwise.core.box import Box
 from shardwise.core.mesh import grid_of
 from shardwise.core.placements import short
@@ -25,7 +25,7 @@ from shardwise.debug.events import CommEvent, Place, Traffic
 from shardwise.debug.visualize import HeldBox, holder_map
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
-from shardwise.simulation.parts import is_per_rank, on_rank, parts_of
+from shardwise.simulation.ranks import is_per_rank, on_rank, parts_of
 
 
 @dataclass(frozen=True)

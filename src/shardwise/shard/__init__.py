@@ -11,11 +11,12 @@ from shardwise.shard.create import (
     zeros,
 )
 from shardwise.shard.functions import custom_sharded_op_impl, custom_sharding_spec_op
-from shardwise.shard.module import shard_module, shard_parameter
-from shardwise.shard.optimizer import (
+from shardwise.shard.module import (
     ShardedOptimizer,
     named_params_with_sharded_tensor,
     pre_load_state_dict_hook,
+    shard_module,
+    shard_parameter,
     state_dict_hook,
 )
 from shardwise.shard.plan import Sharder, ShardingPlan, ShardingPlanner, load_plan, save_plan

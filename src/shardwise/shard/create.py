@@ -21,11 +21,8 @@ from shardwise.shard.spec import (
     Shard,
     ShardingSpec,
     ShardMetadata,
-    by_boxes,
-)
-from shardwise.shard.tensor import GRAD_REDUCTIONS, ShardedTensor
-from shardwise.shard.tiling import (
     Tiling,
+    by_boxes,
     check_ranks,
     device_type_of,
     group_ranks,
@@ -35,6 +32,7 @@ from shardwise.shard.tiling import (
     outside_tiling,
     shard_whole,
 )
+from shardwise.shard.tensor import GRAD_REDUCTIONS, ShardedTensor
 from shardwise.simulation.ranks import each_rank, localize, no_values
 
 

@@ -19,8 +19,10 @@ from shardwise.core.placements import Shard as ShardPlacement
 from shardwise.core.untraced import UntracedFunction, differentiated_once
 from shardwise.core.world import world_caches
 from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.shard.spec import EnumerableShardingSpec, RankDevice, ShardMetadata
-from shardwise.shard.tiling import (
+from shardwise.shard.spec import (
+    EnumerableShardingSpec,
+    RankDevice,
+    ShardMetadata,
     Tiling,
     group_ranks,
     home_grid,
@@ -29,9 +31,8 @@ from shardwise.shard.tiling import (
     on_device,
     shards_of,
 )
-from shardwise.simulation.parts import sized
-from shardwise.simulation.rank_int import rank_int
-from shardwise.simulation.ranks import each_rank
+from shardwise.simulation.ranks import each_rank, sized
+from shardwise.simulation.roster import rank_int
 
 if TYPE_CHECKING:
     from shardwise.shard.tensor import ShardedTensor

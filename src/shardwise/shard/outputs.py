@@ -33,28 +33,7 @@ from shardwise.effects import EffectOp
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError, UnsupportedError
 from shardwise.lookup.exchange import ranks_present
 from shardwise.ops.lookup.embedding_rules import unknown_length
-from shardwise.shard.linear import DivideGradient
-from shardwise.shard.local_batch import INSTEAD, WHAT
-from shardwise.shard.moves import sharded_like, with_spec
-from shardwise.shard.spec import (
-    ChunkShardingSpec,
-    EnumerableShardingSpec,
-    RankDevice,
-    ShardingSpec,
-    ShardMetadata,
-    decode_spec,
-    encode_spec,
-)
-from shardwise.shard.tensor import ShardedTensor
-from shardwise.shard.tiling import (
-    Tiling,
-    device_type_of,
-    home_grid,
-    local_of_shards,
-    make_tiling,
-    shards_of,
-)
-from shardwise.shard.unbacked import (
+from shardwise.shard.dispatch import (
     UnbackedSpec,
     UnbackedTiling,
     has_one_shard,
@@ -63,8 +42,34 @@ from shardwise.shard.unbacked import (
     one_size,
     over,
 )
-from shardwise.simulation.parts import is_per_rank, sized
-from shardwise.simulation.ranks import each_rank, localize, one_for_all, one_tensor, part_per_rank
+from shardwise.shard.functions import DivideGradient
+from shardwise.shard.moves import sharded_like, with_spec
+from shardwise.shard.spec import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    RankDevice,
+    ShardingSpec,
+    ShardMetadata,
+    Tiling,
+    decode_spec,
+    device_type_of,
+    encode_spec,
+    home_grid,
+    local_of_shards,
+    make_tiling,
+    shards_of,
+)
+from shardwise.shard.table_lookup import INSTEAD, WHAT
+from shardwise.shard.tensor import ShardedTensor
+from shardwise.simulation.ranks import (
+    each_rank,
+    is_per_rank,
+    localize,
+    one_for_all,
+    one_tensor,
+    part_per_rank,
+    sized,
+)
 
 
 @dataclass(frozen=True, slots=True)

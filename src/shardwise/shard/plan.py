@@ -31,8 +31,8 @@ from shardwise.shard.spec import (
     ShardMetadata,
     decode_spec,
     encode_spec,
+    split_dims,
 )
-from shardwise.shard.tiling import split_dims
 
 #: The style of an entry for a module's output.
 _OUTPUT = "Output"

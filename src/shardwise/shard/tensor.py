@@ -28,7 +28,7 @@ from shardwise.core.mesh import grid_like
 from shardwise.core.placements import Placement, short
 from shardwise.core.untraced import breaks_graph, untraced
 from shardwise.dtensor.compile import FlatContext, flattened
-from shardwise.dtensor.pickling import checked_local
+from shardwise.dtensor.conversion import checked_local
 from shardwise.dtensor.tensor import DTensor, _lasting
 from shardwise.errors import (
     ArgumentError,
@@ -38,8 +38,15 @@ from shardwise.errors import (
     UnsupportedError,
     WorldError,
 )
-from shardwise.shard import unbacked
-from shardwise.shard.dispatch import dispatch
+from shardwise.shard.dispatch import (
+    UnbackedSpec,
+    UnbackedToLocal,
+    as_tangent,
+    check_backed,
+    dispatch,
+    is_unbacked,
+    unflattened,
+)
 from shardwise.shard.moves import (
     Reshard,
     ToLocalShard,
@@ -56,12 +63,10 @@ from shardwise.shard.spec import (
     ShardingSpec,
     ShardMetadata,
     TensorProperties,
-    decode_spec,
-    encode_spec,
-)
-from shardwise.shard.tiling import (
     Tiling,
+    decode_spec,
     device_type_of,
+    encode_spec,
     group_ranks,
     home_grid,
     listed_spec,
@@ -69,9 +74,7 @@ from shardwise.shard.tiling import (
     natural_spec,
     shard_whole,
 )
-from shardwise.simulation import pickling
-from shardwise.simulation.parts import held_like
-from shardwise.simulation.ranks import rank_values
+from shardwise.simulation.ranks import check_saved_world, held_like, pack_parts, rank_values
 
 GRAD_REDUCTIONS = ("mean", "sum")
 
@@ -82,13 +85,13 @@ class ShardedContext:
 
     flat: FlatContext
     #: Or what is known of it; see Note [Unbacked tilings].
-    tiling: Tiling | unbacked.UnbackedSpec
+    tiling: Tiling | UnbackedSpec
     grad_reduction: str
 
     def as_tangent(self, x: DTensor) -> ShardedTensor:
         """A gradient as the graph expects it."""
-        if isinstance(self.tiling, unbacked.UnbackedSpec):
-            return unbacked.as_tangent(x, ShardedTensor, self)
+        if isinstance(self.tiling, UnbackedSpec):
+            return as_tangent(x, ShardedTensor, self)
         sharded = sharded_like(x, self.tiling, ShardedTensor)
         local: Any = sharded._local
         held = held_like(local, self.flat.roster)
@@ -181,7 +184,7 @@ class ShardedTensor(DTensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names, flat = flattened(self)
         tiling: Any = self._tiling
-        if not unbacked.is_unbacked(self):
+        if not is_unbacked(self):
             return names, ShardedContext(flat, tiling, self.grad_reduction)
         return [*names, "_extent"], ShardedContext(flat, tiling.known, self.grad_reduction)
 
@@ -197,8 +200,8 @@ class ShardedTensor(DTensor):
         inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> ShardedTensor:
         tiling, flat = context.tiling, context.flat
-        if type(tiling) is unbacked.UnbackedSpec:
-            return unbacked.unflattened(ShardedTensor, inner, context, outer_size)
+        if type(tiling) is UnbackedSpec:
+            return unflattened(ShardedTensor, inner, context, outer_size)
         if tiling.natural:
             local, layout = flat.restored(inner, tiling.shape, tuple(outer_stride))
         else:
@@ -250,8 +253,8 @@ class ShardedTensor(DTensor):
 
     def local_tensor(self) -> torch.Tensor:
         """This rank's shard, differentiable; empty on a rank that has none."""
-        if unbacked.is_unbacked(self):
-            return unbacked.UnbackedToLocal.apply(self)
+        if is_unbacked(self):
+            return UnbackedToLocal.apply(self)
         if self._tiling.split is None:
             raise UnsupportedError(
                 f"A rank has several shards of this tensor, which are not adjacent: "
@@ -317,7 +320,7 @@ class ShardedTensor(DTensor):
         """The same tensor in another spec, differentiable: one all-to-all, owner to owner."""
         if not isinstance(resharding_spec, ShardingSpec):
             raise ArgumentError(f"reshard() takes a sharding spec, found {resharding_spec!r}.")
-        unbacked.check_backed(self, "reshard()")
+        check_backed(self, "reshard()")
         source = self._tiling
         kind = device_type_of(resharding_spec, source.shape)
         if kind != source.grid.device_type:
@@ -335,7 +338,7 @@ class ShardedTensor(DTensor):
 
         In a simulated world, where rank `dst` is always present, it is returned.
         """
-        unbacked.check_backed(self, "gather()")
+        check_backed(self, "gather()")
         tiling = self._tiling
         if not 0 <= dst < len(tiling.grid.ranks):
             raise LayoutError(f"dst={dst} is not a rank of a group of {len(tiling.grid.ranks)}.")
@@ -486,13 +489,13 @@ def packed(local: torch.Tensor, tiling: Tiling) -> tuple[Any, Any, Any]:
     """A sharded tensor as this process's local tensors and plain values."""
     grid = tiling.grid
     grid_facts = (tiling.shape, grid.device_type, grid.ranks)
-    return pickling.packed(local), encode_spec(listed_spec(tiling)), grid_facts
+    return pack_parts(local), encode_spec(listed_spec(tiling)), grid_facts
 
 
 def unpacked(held: Any, spec: Any, meta: Any) -> tuple[torch.Tensor, Tiling]:
     """The reverse, in the current world."""
     shape, device_type, ranks = meta
-    pickling.check_world(held, both=False)
+    check_saved_world(held, both=False)
     if dist.is_initialized():
         grid = home_grid(group_of_load(ranks, "The tensor"), device_type)
     else:

@@ -2,6 +2,6 @@
 
 `world` enters and leaves one and has its process group; `local_tensor` holds one tensor per rank:
 its *parts*, one for each set of ranks that share a tensor. Code above this folder does not ask
-which world it is in: it maps functions over the ranks present (`ranks`) or over their tensors
-(`parts`). Nothing here knows layouts.
+which world it is in: it maps functions over the ranks present, or over the parts that
+they hold (`ranks`). Nothing here knows layouts.
 """

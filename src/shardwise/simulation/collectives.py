@@ -29,7 +29,7 @@ from shardwise.simulation.local_tensor import (
     from_ranks,
     shared_roster,
 )
-from shardwise.simulation.rank_int import rank_values_of
+from shardwise.simulation.roster import rank_values_of
 
 #: Called for collectives that are not ops: `(c10d op, tensor, group name)`.
 listeners: list[Callable[[str, Any, str], None]] = []

@@ -28,24 +28,22 @@ from shardwise.core.sizes import unrecorded
 from shardwise.core.untraced import untraced
 from shardwise.core.world import World, simulated_world, world_caches
 from shardwise.errors import RankMismatchError
-from shardwise.simulation.rank_int import (
-    RankIntNode,
-    differing,
-    no_constants,
-    rank_int,
-    rank_values_of,
-    stand_in,
-    traced_stand_in,
-)
 from shardwise.simulation.roster import (
+    RankIntNode,
     Roster,
     agreed_value,
+    differing,
     grouped,
     join,
     make_roster,
     mismatch,
+    no_constants,
+    rank_int,
+    rank_values_of,
     same_values,
     spans,
+    stand_in,
+    traced_stand_in,
 )
 
 #: op -> function(op, args, kwargs), for ops that do not run part by part; mostly filled by

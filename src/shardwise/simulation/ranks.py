@@ -1,14 +1,16 @@
-"""The ranks present: one in a real process, all of them in a simulated world.
+"""The ranks present, one in a process, all in a simulated world; the parts that they hold.
 
 Code that depends on the rank is a function mapped over the ranks present.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.core.mesh import Coordinate, Grid
 from shardwise.core.untraced import UntracedFunction
@@ -19,32 +21,48 @@ from shardwise.simulation.local_tensor import (
     from_ranks,
     resolved,
     shared_roster,
+    sized_copy,
     wrap_results,
 )
-from shardwise.simulation.parts import one_part, roster_of
-from shardwise.simulation.rank_int import rank_int
-from shardwise.simulation.roster import Roster, grouped, make_roster, same_values
+from shardwise.simulation.roster import Roster, grouped, make_roster, rank_int, same_values
 
 __all__ = [
+    "LENT",
+    "agreed",
     "by_rank",
+    "copy_per_rank",
+    "count_write",
     "counts_per_rank",
     "each_rank",
+    "from_parts",
+    "held_like",
+    "holds_parts",
+    "is_per_rank",
     "is_shared",
+    "lent",
     "localize",
     "my_coordinate",
     "no_values",
     "numbers_per_rank",
     "on_every_rank",
+    "on_rank",
     "once_for_all",
     "one_for_all",
+    "one_part",
     "one_tensor",
     "own_roster",
     "part_per_rank",
+    "parts_of",
     "parts_with_ranks",
+    "per_rank",
     "present",
     "rank_call",
     "rank_values",
+    "roster_of",
+    "sized",
+    "sized_copy",
     "split_row",
+    "unsized",
 ]
 
 
@@ -348,3 +366,145 @@ class _Join(UntracedFunction):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return None, None, *_Unbind.apply(grad, ctx.grid)
+
+
+# -- the parts of a tensor -----------------------------------------------------------------------
+# In a real process a tensor has one part: itself. In a simulated world a LocalTensor has a part for
+# each set of ranks that share a tensor, and a roster that says which rank has which. A plain tensor
+# is the same on every rank, and has no roster.
+
+
+def is_per_rank(x: Any) -> bool:
+    """Whether `x` has a value for each of several ranks."""
+    return type(x) is LocalTensor
+
+
+def holds_parts(kind: type) -> bool:
+    """`is_per_rank`, given the type of a tensor."""
+    return kind is LocalTensor
+
+
+def parts_of(x: Any) -> Sequence[torch.Tensor]:
+    """The plain tensors of `x`."""
+    return x._parts if type(x) is LocalTensor else (x,)
+
+
+def one_part(x: Any) -> torch.Tensor:
+    """One of them, to read what is the same in all."""
+    return x._parts[0] if type(x) is LocalTensor else x
+
+
+def roster_of(x: Any) -> Roster | None:
+    """Which rank holds which part."""
+    return x._roster if type(x) is LocalTensor else None
+
+
+def from_parts(parts: Sequence[torch.Tensor], roster: Roster | None) -> torch.Tensor:
+    """The tensor of these parts."""
+    return parts[0] if roster is None else LocalTensor(parts, roster)
+
+
+def per_rank(fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """`fn(x)` on every rank present; called once per part."""
+    if type(x) is not LocalTensor:
+        return fn(x)
+    return LocalTensor([fn(part) for part in x._parts], x._roster, x._sized)
+
+
+def on_rank(x: Any, rank: int) -> Any:
+    """What `rank` holds."""
+    return x.on_rank(rank) if type(x) is LocalTensor else x
+
+
+def agreed(x: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that all ranks hold, or an error that says which differ."""
+    return x.agreed() if type(x) is LocalTensor else x
+
+
+def held_like(x: Any, roster: Roster | None) -> Any:
+    """The same values, with a part for each part of `roster`."""
+    return x.held_like(roster) if type(x) is LocalTensor and roster is not None else x
+
+
+def copy_per_rank(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A copy of `x` for each rank of `like`."""
+    roster = roster_of(like)
+    if roster is None:
+        return x.clone()
+    copies = [on_rank(x, rank).clone() for rank in roster.ranks]
+    sized = x._sized if type(x) is LocalTensor else True
+    return from_ranks(roster.world, roster.ranks, copies, sized)
+
+
+def sized(x: torch.Tensor) -> torch.Tensor:
+    """`x` for use outside a DTensor, where its sizes are read and may differ between ranks."""
+    return LocalTensor(x._parts, x._roster, True) if type(x) is LocalTensor else x
+
+
+#: The attribute of a local tensor of which something was lent: weak references to aliases that do
+#: not share its version counter.
+LENT = "_lent"
+
+
+def lent(x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """An alias of `x` outside autograd, for use outside a DTensor.
+
+    `count_write(base)` counts on it: `base` is `x`, or what `x` is a view or a snapshot of.
+    """
+    alias = sized_copy(x, True)
+    known = [ref for ref in base.__dict__.get(LENT, ()) if ref() is not None]
+    base.__dict__[LENT] = [*known, weakref.ref(alias)]
+    return alias
+
+
+def count_write(x: torch.Tensor) -> None:
+    """Count a write on `x`, its parts and what was `lent` of it, for autograd."""
+    tensors = [*parts_of(x), *(ref() for ref in x.__dict__[LENT])]
+    known = [t for t in tensors if type(t) in (torch.Tensor, LocalTensor) and not t.is_inference()]
+    torch.autograd.graph.increment_version(known)
+
+
+def unsized(x: torch.Tensor) -> torch.Tensor:
+    """`x` as a DTensor holds it: sizes come from the layout."""
+    return sized_copy(x, False) if type(x) is LocalTensor and x._sized else x
+
+
+# -- pickles -------------------------------------------------------------------------------------
+
+
+def pack_parts(local: torch.Tensor) -> tuple[Any, ...]:
+    """The kind of world, and plain values."""
+    if isinstance(local, LocalTensor):
+        return "simulated", local._parts, local._roster.ranks, local._roster.index
+    return "real", local
+
+
+def check_saved_world(held: tuple[Any, ...], *, both: bool) -> None:
+    """Raise unless the current world can load it; `both`: a process may load its own shard."""
+    if held[0] == "real" and not dist.is_initialized():
+        return
+    world = current_world()
+    if world.simulated and held[0] == "real":
+        raise WorldError(
+            f"The tensor was saved by one process, which holds only its own shard, and cannot be "
+            f"loaded in {world}, which has all ranks. Save full_tensor() instead."
+        )
+    if not (world.simulated or both or held[0] == "real"):
+        raise WorldError(
+            f"The tensor was saved in a {held[0]} world and cannot be loaded in {world}. Save "
+            "full_tensor() to move values between worlds."
+        )
+
+
+def unpack_parts(held: tuple[Any, ...], grid: Grid) -> torch.Tensor:
+    """The inverse, on a mesh of the current world. A process takes its own shard."""
+    if held[0] == "real":
+        local: torch.Tensor = held[1]
+        return local
+    _, parts, ranks, index = held
+    if grid.world.simulated:
+        return LocalTensor(parts, make_roster(grid.world, ranks, index))
+    if grid.outside:
+        return no_values(grid, parts[0].dtype)
+    own: torch.Tensor = parts[index[ranks.index(grid.world.rank)]]
+    return own.clone()

@@ -1,20 +1,31 @@
-"""Roster: which rank of a simulated world holds which part of a LocalTensor.
+"""Roster: which rank holds which part of a LocalTensor; RankInt: an int that differs between ranks.
 
-Ranks that hold one tensor share a part, so a replicated value is stored and written once. Rosters
-are interned per world: tensors whose ranks share alike have the same roster.
+Note [Uneven sizes]
+The sizes of a LocalTensor whose parts differ in shape are torch SymInts that hold one value per
+rank. Torch passes them through its own formulas (a gradient expanded to the size of its input), the
+LocalTensor runs each part with its own rank's value, and code that reads *the* value gets an error
+that names the ranks. Only equality has an answer where ranks differ: sizes that are not equal on
+all ranks are not equal, which is what torch asks when it looks for shortcuts. While a compiler
+traces, the values may be symbols; see `traced_rank_int`.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import operator
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
+from shardwise.core.sizes import surely_equal
 from shardwise.core.world import World, simulated_world, world_caches
-from shardwise.errors import RankMismatchError, WorldError
+from shardwise.errors import RankMismatchError, UnsupportedError, WorldError
+
+# Ranks that hold one tensor share a part, so a replicated value is stored and written once. Rosters
+# are interned per world: tensors whose ranks share alike have the same roster.
 
 
 class Roster:
@@ -141,3 +152,237 @@ def spans(ranks: Sequence[int]) -> str:
         else:
             spans.append([rank])
     return ", ".join("-".join(map(str, span)) for span in spans)
+
+
+# -- RankInt -------------------------------------------------------------------------------------
+
+
+#: Decodes a SymInt that torch computed from a RankInt. Set while tracing.
+decode_mixed: Callable[[Any], RankIntNode | None] | None = None
+
+
+def rank_int(
+    world: World,
+    ranks: tuple[int, ...],
+    values: Sequence[Any],
+    node: type[RankIntNode] | None = None,
+) -> Any:
+    """The integer itself when all ranks agree, else a SymInt with a node of this type.
+
+    With a traced node type, symbols become such SymInts too, since the sizes of one tensor are
+    multiplied with each other.
+    """
+    kept = node is None or type(values[0]) is int
+    if kept and all(surely_equal(value, values[0]) for value in values):
+        return values[0]
+    return torch.SymInt((node or RankIntNode)(world, ranks, tuple(values)))
+
+
+def value_key(value: Any) -> Hashable:
+    """A hashable key of a value; a symbol has no hash, but its expression has."""
+    if isinstance(value, (torch.SymInt, torch.SymBool)):
+        return value.node.expr
+    return value
+
+
+def rank_values_of(value: Any) -> RankIntNode | None:
+    """The node behind a SymInt that differs between ranks."""
+    node = value.node if isinstance(value, torch.SymInt) else None
+    if node is None or isinstance(node, RankIntNode):
+        return node
+    return None if decode_mixed is None else decode_mixed(node)
+
+
+class RankIntNode:
+    """The node of a SymInt, with a value per rank."""
+
+    def __init__(self, world: World, ranks: tuple[int, ...], values: tuple[Any, ...]) -> None:
+        self.world, self.ranks, self.values = world, ranks, values
+
+    def parts(self) -> tuple[Roster, list[Any]]:
+        """Which ranks share a value, and the values."""
+        roster, firsts = grouped(self.world, self.ranks, list(map(value_key, self.values)))
+        return roster, [self.values[place] for place in firsts]
+
+    def _agreed(self, asked: str) -> Any:
+        values = [bool(v) if isinstance(v, torch.SymBool) else v for v in self.values]
+        if any(value != values[0] for value in values):
+            found = ", ".join(f"rank {r}: {v}" for r, v in zip(self.ranks, values, strict=True))
+            raise RankMismatchError(
+                f"One value was asked for ({asked}), but the ranks differ: {found}. Ask for one "
+                "rank with .on_rank(r), or map over ranks with LocalTensor.per_rank(fn)."
+            )
+        return values[0]
+
+    # -- what kind of number it is -------------------------------------------------------------
+
+    def is_int(self) -> bool:
+        return not self.is_bool()
+
+    def is_bool(self) -> bool:
+        return isinstance(self.values[0], (bool, torch.SymBool))
+
+    def is_float(self) -> bool:
+        return False
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return False
+
+    def is_constant(self) -> bool:
+        return False
+
+    def has_hint(self) -> bool:
+        return True
+
+    def maybe_as_int(self) -> int | None:
+        return None
+
+    def clone(self) -> RankIntNode:
+        return self
+
+    def _str(self) -> str:
+        return "{" + ", ".join(map(str, self.values)) + "}"
+
+    __str__ = __repr__ = _graph_repr = _str
+
+    # -- asking for the value ------------------------------------------------------------------
+
+    def guard_int(self, file: str, line: int) -> int:
+        return int(self._agreed("a size"))
+
+    def guard_bool(self, file: str, line: int) -> bool:
+        return bool(self._agreed("a comparison of sizes"))
+
+    expect_true = expect_size = guard_size_oblivious = guard_or_false = guard_or_true = guard_bool
+
+    def statically_known_true(self, file: str, line: int) -> bool:
+        return all(self.values)
+
+    def int_(self) -> int:
+        return self.guard_int("", 0)
+
+    def bool_(self) -> bool:
+        return self.guard_bool("", 0)
+
+    # -- arithmetic ----------------------------------------------------------------------------
+
+    def wrap_int(self, number: int) -> RankIntNode:
+        return type(self)(self.world, self.ranks, (number,) * len(self.ranks))
+
+    def wrap_bool(self, value: bool) -> RankIntNode:
+        return type(self)(self.world, self.ranks, (value,) * len(self.ranks))
+
+    def _with(self, other: Any, fn: Callable[[Any, Any], Any]) -> RankIntNode:
+        others = self._values_of(other)
+        results = tuple(fn(a, b) for a, b in zip(self.values, others, strict=True))
+        return type(self)(self.world, self.ranks, results)
+
+    def _values_of(self, other: Any) -> tuple[Any, ...]:
+        if isinstance(other, RankIntNode):
+            return other.values
+        return (other,) * len(self.ranks)
+
+    def eq(self, other: Any) -> RankIntNode:
+        return self.wrap_bool(all(self._with(other, operator.eq).values))
+
+    def ne(self, other: Any) -> RankIntNode:
+        return self.wrap_bool(not all(self._with(other, operator.eq).values))
+
+    def neg(self) -> RankIntNode:
+        return self._with(0, lambda a, _: -a)
+
+    def sym_not(self) -> RankIntNode:
+        return self._with(0, lambda a, _: not a)
+
+
+def _binary(fn: Callable[[Any, Any], Any]) -> Callable[[RankIntNode, Any], RankIntNode]:
+    return lambda self, other: self._with(other, fn)
+
+
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "floordiv": operator.floordiv,
+    "int_floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "sym_min": min,
+    "sym_max": max,
+    "and_": lambda a, b: a and b,
+    "or_": lambda a, b: a or b,
+    "sym_and": lambda a, b: a and b,
+    "sym_or": lambda a, b: a or b,
+}
+# Not in the class body, where it would hide the type `str`.
+setattr(RankIntNode, "str", RankIntNode._str)  # noqa: B010
+for _name, _fn in _OPERATORS.items():
+    setattr(RankIntNode, _name, _binary(_fn))
+
+
+# -- stand in ------------------------------------------------------------------------------------
+# The sizes that a compiler records for a LocalTensor whose parts differ in size.
+#
+# A program that reads the shape of such a tensor gets an error that names the ranks, compiled or
+# not. But the compiler records a size for all that enters and leaves a region. It gets
+# placeholders: each part has its own sizes in the graph, and its own guards. Placeholders are never
+# 0 or 1, which the compiler treats as constants.
+
+
+def no_constants() -> tuple[Any]:
+    """Sizes without constants, for a compiler that looks for some; it asks again when needed."""
+    import sympy  # type: ignore[import-untyped]
+
+    return (sympy.Symbol("a_size_per_rank"),)
+
+
+def differing(tuples: Sequence[Sequence[Any]]) -> list[int]:
+    """The positions at which tuples of sizes are not the same."""
+    return [at for at, sizes in enumerate(zip(*tuples, strict=True)) if not _alike(sizes)]
+
+
+def _alike(sizes: Sequence[Any]) -> bool:
+    """Whether sizes are equal; guards on symbols whose hints are equal."""
+    first = sizes[0]
+    if all(surely_equal(size, first) for size in sizes):
+        return True
+    hints = [size.node.hint if type(size) is torch.SymInt else size for size in sizes]
+    if hints[0] is None or any(hint != hints[0] for hint in hints):
+        return False
+    return all(bool(size == first) for size in sizes)
+
+
+def stand_in(parts: Sequence[torch.Tensor]) -> tuple[torch.Size, tuple[int, ...]]:
+    """A shape and strides for the parts of a real tensor."""
+    shape, shapes = list(parts[0].shape), [part.shape for part in parts]
+    stride, strides = list(parts[0].stride()), [part.stride() for part in parts]
+    uneven = differing(shapes)
+    for dim in uneven:
+        shape[dim] = 2 + max(each[dim] for each in shapes)
+    # Larger than any product of sizes and strides, which the compiler would recognise.
+    beyond = math.prod(max(size, 2) for size in shape) * (2 + max(map(max, strides), default=0))
+    for dim in differing(strides):
+        if not uneven:
+            raise UnsupportedError(
+                f"A LocalTensor whose parts have one shape, {tuple(shape)}, but strides {strides} "
+                "cannot enter a compiled region. Call contiguous() on it first."
+            )
+        stride[dim] = beyond
+        beyond *= 2
+    return torch.Size(shape), tuple(stride)
+
+
+def traced_stand_in(ndim: int) -> tuple[torch.Size, tuple[int, ...]]:
+    """A shape and strides for a tensor that is made while a compiler traces.
+
+    Constants, since a symbol that becomes one between two passes would contradict the compiler's
+    records; and unlikely ones.
+    """
+    unlikely = 3001
+    return torch.Size([unlikely] * ndim), tuple(unlikely ** (ndim - 1 - dim) for dim in range(ndim))

@@ -5,7 +5,7 @@ One graph holds the parts of all ranks, each a tensor with sizes of its own, so 
 that all ranks share. Two others do. Autograd's formulas get an integer per rank, as in eager code,
 and the LocalTensor runs each part with its own; the values are ints or symbols of the graph. The
 compiler, which records the sizes of all that enters and leaves, gets placeholders; see
-`simulation.rank_int`.
+`simulation.roster`.
 
 Torch may multiply one of its symbols with such an integer (the elements of `batch x own columns`).
 In that arithmetic the integer is one more symbol, and the result is decoded per rank when an op is
@@ -21,10 +21,10 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch.fx.experimental.sym_node import SymNode
 
-from shardwise._torch.symint import detect_fake_mode
+from shardwise._torch.functions import detect_fake_mode
 from shardwise.core.world import World
-from shardwise.simulation import rank_int
-from shardwise.simulation.rank_int import RankIntNode, value_key
+from shardwise.simulation import roster
+from shardwise.simulation.roster import RankIntNode, value_key
 
 _Key = tuple[World, tuple[int, ...], tuple[Any, ...]]
 #: Per ShapeEnv, the symbols that stand for integers per rank, and those integers.
@@ -42,7 +42,7 @@ def node_for(part: torch.Tensor) -> type[RankIntNode]:
     if found is None:
         kind = type("TracedRankIntNode", (TracedRankIntNode,), {"_env": weakref.ref(env)})
         found = _kinds[env] = kind
-        rank_int.decode_mixed = decode_mixed
+        roster.decode_mixed = decode_mixed
     return found
 
 

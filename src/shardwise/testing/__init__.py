@@ -3,9 +3,15 @@
 The sweep over torch's operators checks this library alone: it is in `tests`.
 """
 
-from shardwise.simulation.faults import Corrupt, Delay, Drop, FullDisk, Kill, draw_fault
-from shardwise.testing.rule_check import Mistake, Report, check_doors, check_rule, missing_choices
-from shardwise.testing.sample import Sample
+from shardwise.simulation.world import Corrupt, Delay, Drop, FullDisk, Kill, draw_fault
+from shardwise.testing.rule_check import (
+    Mistake,
+    Report,
+    Sample,
+    check_doors,
+    check_rule,
+    missing_choices,
+)
 
 __all__ = [
     "Corrupt",

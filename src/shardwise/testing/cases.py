@@ -17,7 +17,7 @@ from shardwise.core.placements import REPLICATE, SUM, Partial, Placement, Shard,
 from shardwise.dtensor.autograd import gradient_layout
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
-from shardwise.simulation.parts import sized_copy
+from shardwise.simulation.ranks import sized_copy
 from shardwise.testing.compare import (
     Alone,
     Different,

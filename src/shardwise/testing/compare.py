@@ -16,7 +16,7 @@ import torch
 from shardwise._torch.functions import tree_leaves, tree_map, tree_map_only
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import MixedTensorsError, UnsupportedError
-from shardwise.simulation.parts import on_rank, parts_of
+from shardwise.simulation.ranks import on_rank, parts_of
 
 
 class Different(Exception):

@@ -22,8 +22,7 @@ from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, RankMismatchError
 from shardwise.redistribute.execute import in_memory_order
-from shardwise.simulation.parts import on_rank
-from shardwise.simulation.ranks import each_rank, one_tensor
+from shardwise.simulation.ranks import each_rank, on_rank, one_tensor
 from shardwise.simulation.roster import same_values
 
 

@@ -37,8 +37,7 @@ from shardwise.errors import (
     WorldError,
 )
 from shardwise.launch import launch
-from shardwise.simulation.parts import on_rank
-from shardwise.simulation.ranks import on_every_rank
+from shardwise.simulation.ranks import on_every_rank, on_rank
 from shardwise.simulation.world import simulate
 from shardwise.testing.compare import Difference, Values, differences
 from shardwise.testing.layouts import Mesh

@@ -17,8 +17,14 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.ops.lookup import row_sparse
 from shardwise.ops.lookup.row_sparse import RowSparse, gather_rows
-from shardwise.simulation.parts import one_part, parts_of
-from shardwise.simulation.ranks import each_rank, localize, one_for_all, split_row
+from shardwise.simulation.ranks import (
+    each_rank,
+    localize,
+    one_for_all,
+    one_part,
+    parts_of,
+    split_row,
+)
 from shardwise.training.contract import Axis, Reduction, is_used_alike, ranks_along, tensor_axes
 
 #: A collective: along which axis of which mesh, and how it reduces.

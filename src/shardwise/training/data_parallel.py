@@ -7,7 +7,7 @@ import contextlib
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.dtensor.gradients import BUCKET_BYTES
+from shardwise.dtensor.autograd import BUCKET_BYTES
 from shardwise.errors import LayoutError
 from shardwise.training.contract import DataAxes, forbid_both, mesh_axes, sync_values, tensor_axes
 from shardwise.training.reducer import declare, declared_module

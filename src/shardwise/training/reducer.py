@@ -29,10 +29,10 @@ from shardwise.comm import collectives
 from shardwise.comm.watch import because, watch
 from shardwise.core.mesh import Grid
 from shardwise.core.untraced import untraced
-from shardwise.dtensor.gradients import BUCKET_BYTES
+from shardwise.dtensor.autograd import BUCKET_BYTES
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
-from shardwise.simulation.parts import copy_per_rank, is_per_rank, roster_of
+from shardwise.simulation.ranks import copy_per_rank, is_per_rank, roster_of
 from shardwise.training.buckets import (
     ROWS,
     Bucket,

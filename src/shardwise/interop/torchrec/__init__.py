@@ -5,27 +5,26 @@ arguments, and raise `UnsupportedError` with what to write where there is no cou
 programs use `shardwise.embedding`, which has less to write. torchrec itself is not needed.
 """
 
-from shardwise.interop.torchrec.batches import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from shardwise.interop.torchrec.collections import (
     DataType,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
     PoolingType,
 )
-from shardwise.interop.torchrec.model_parallel import (
+from shardwise.interop.torchrec.sharding import (
     CombinedOptimizer,
     DistributedModelParallel,
-    KeyedOptimizerWrapper,
-    in_backward_optimizer_filter,
-)
-from shardwise.interop.torchrec.sharding import (
     EmbeddingBagCollectionSharder,
     EmbeddingCollectionSharder,
     EmbeddingModuleShardingPlan,
     EmbeddingShardingPlanner,
     EmbOptimType,
+    KeyedOptimizerWrapper,
     ParameterConstraints,
     ParameterSharding,
     ShardingEnv,
@@ -37,6 +36,7 @@ from shardwise.interop.torchrec.sharding import (
     data_parallel,
     get_default_sharders,
     grid_shard,
+    in_backward_optimizer_filter,
     row_wise,
     table_row_wise,
     table_wise,

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 
-from shardwise._torch.symint import check_size
+from shardwise._torch.functions import check_size
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placements import REPLICATE, MaskPartial, Partial, Placement, Shard
-from shardwise.dispatch.notation import linear_choices
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, linear_choices, table
 from shardwise.lookup.ids import check_ids, has_values, local_rows, owned
 from shardwise.simulation.ranks import each_rank
 

@@ -24,15 +24,21 @@ from shardwise.core.mesh import Coordinate, Grid
 from shardwise.core.placements import REPLICATE, SUM, Partial
 from shardwise.core.sizes import unrecorded
 from shardwise.core.untraced import UntracedFunction, untraced
-from shardwise.dispatch.foreach import UNSCALE
+from shardwise.dispatch.variants import UNSCALE
 from shardwise.dtensor.compile import FlatContext, context_of, part_names
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.lookup.ids import distinct, segment_sums
 from shardwise.lookup.optimizers import add_distinct_rows
 from shardwise.ops.lookup.embedding_rules import SparseRows
-from shardwise.simulation.parts import from_parts, held_like, parts_of, roster_of
-from shardwise.simulation.ranks import each_rank, one_for_all
+from shardwise.simulation.ranks import (
+    each_rank,
+    from_parts,
+    held_like,
+    one_for_all,
+    parts_of,
+    roster_of,
+)
 from shardwise.simulation.roster import Roster
 
 # -- flattening for torch.compile ------------------------------------------------------------

@@ -15,14 +15,18 @@ import torch
 from shardwise._torch.dispatch import is_autocast
 from shardwise.core.sizes import Size, equal, unrecorded
 from shardwise.core.untraced import UntracedFunction
-from shardwise.dispatch.notation import (
+from shardwise.dispatch.rule import (
+    Call,
+    Choice,
     Dims,
+    Rule,
+    Table,
     linear_choices,
     parse,
     pattern_choices,
     sharded_choices,
+    table,
 )
-from shardwise.dispatch.rule import Call, Choice, Rule, Table, table
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.ops.operands import all_distributed, as_view, fake

@@ -18,15 +18,21 @@ from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.core.sizes import Size
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dispatch.catalog import functional_twin
-from shardwise.dispatch.notation import (
+from shardwise.dispatch.rule import (
+    Call,
+    Choice,
     Dims,
+    LocalCall,
+    Rule,
+    Table,
+    TensorMeta,
     linear_choices,
     parse,
     pattern_choices,
     rule,
     sharded_choices,
+    table,
 )
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, TensorMeta, table
 from shardwise.dtensor.autograd import bare_apply, direct_apply, gradient_layout, gradient_layout_of
 from shardwise.dtensor.snapshots import current
 from shardwise.dtensor.tensor import DTensor, run

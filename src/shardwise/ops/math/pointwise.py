@@ -1,23 +1,35 @@
-"""Elementwise ops: torch tags them, so only those that pass a Partial on are listed."""
+"""Elementwise ops, of which those that pass a Partial on are listed; `zeros_like` and so on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from shardwise._torch.dispatch import decompositions
+from shardwise.core.placements import REPLICATE, Placement, Shard
+from shardwise.core.sizes import equal_shapes
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dispatch.local_call import DIVISIONS
-from shardwise.dispatch.notation import Group, parse, pattern_choices
-from shardwise.dispatch.rule import Call, Choice, Rule, Table, table
+from shardwise.dispatch.rule import (
+    Call,
+    Choice,
+    Group,
+    LocalCall,
+    Rule,
+    Table,
+    parse,
+    pattern_choices,
+    table,
+)
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import run
 
 aten = torch.ops.aten
 
-#: Linear in the first operand, in both together, in each alone; see dispatch.notation.
+#: Linear in the first operand, in both together, in each alone; see dispatch.rule.
 FIRST: Sequence[Group] = ((0,),)
 TOGETHER: Sequence[Group] = ((0, 1),)
 EACH: Sequence[Group] = ((0,), (1,))
@@ -99,6 +111,51 @@ def log_sigmoid(x: Any) -> tuple[Any, Any]:
     return (result.contiguous() if x.is_cpu else result), buffer
 
 
+#: The inputs whose values the op may refuse; see `dispatch.local_call`.
+REFUSED: dict[Any, slice] = dict.fromkeys(DIVISIONS, slice(1, 2))
+
+KERNELS: tuple[tuple[str, Any], ...] = (("sgn", sgn), ("sgn_", sgn_))
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {aten.log_sigmoid_forward.default: log_sigmoid}
+
+
+# -- new tensors like another one ----------------------------------------------------------------
+
+
+def like_choices(call: Call) -> Iterator[Choice]:
+    """The values of the input do not matter, so any placement will do."""
+    yield call.replicated()
+    model: Placement = call.placed[0] if call.placed else REPLICATE
+    if model.is_partial():
+        yield Choice((model,), (REPLICATE,))
+    if equal_shapes(call.inputs[0].shape, call.outputs[0].shape):
+        for dim in range(call.inputs[0].ndim):
+            for sizes in call.splits([(0, dim)]):
+                shard = Shard(dim, sizes)
+                yield Choice((shard,), (shard,))
+    elif model.is_shard():
+        yield Choice((model,), (REPLICATE,))
+
+
+@dataclass(frozen=True, slots=True)
+class NewStrided:
+    """A new shard, dense, with the memory order of the global tensor."""
+
+    def __call__(
+        self, coordinate: Any, layouts: Sequence[Any], x: torch.Tensor, *_: Any, **options: Any
+    ) -> torch.Tensor:
+        shape, order = layouts[-1].local_shape(coordinate), layouts[-1].memory_order
+        if order is None:
+            return x.new_empty(shape, **options)
+        inverse = sorted(range(len(order)), key=lambda i: order[i])
+        return x.new_empty([shape[d] for d in order], **options).permute(inverse)
+
+
+def strided_choices(call: Call) -> Iterator[Choice]:
+    for choice in like_choices(call):
+        yield replace(choice, local=LocalCall(NewStrided(), per_rank=True))
+
+
 RULES: Table = table(
     ((aten.add.Tensor, aten.sub.Tensor), elementwise(TOGETHER)),
     ((aten.mul.Tensor,), elementwise(EACH)),
@@ -127,11 +184,23 @@ RULES: Table = table(
     ((aten._standard_gamma_grad.default, aten._dirichlet_grad.default), elementwise()),
     # Not tagged by torch. Linear in the incoming gradient.
     ((aten.softshrink_backward.default, aten.hardshrink_backward.default), elementwise(FIRST)),
+    ((aten.new_empty_strided.default,), Rule(strided_choices, "any -> ...")),
+    (
+        (
+            aten.zeros_like.default,
+            aten.ones_like.default,
+            aten.empty_like.default,
+            aten.full_like.default,
+        ),
+        Rule(like_choices, "... -> ..."),
+    ),
+    (
+        (
+            aten.new_zeros.default,
+            aten.new_ones.default,
+            aten.new_empty.default,
+            aten.new_full.default,
+        ),
+        Rule(like_choices, "any -> ...", {"size": 0}),
+    ),
 )
-
-#: The inputs whose values the op may refuse; see `dispatch.local_call`.
-REFUSED: dict[Any, slice] = dict.fromkeys(DIVISIONS, slice(1, 2))
-
-KERNELS: tuple[tuple[str, Any], ...] = (("sgn", sgn), ("sgn_", sgn_))
-
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {aten.log_sigmoid_forward.default: log_sigmoid}

@@ -15,8 +15,7 @@ import torch
 from shardwise.core.placements import REPLICATE, NormPartial, Partial, Placement, Shard
 from shardwise.core.sizes import Size, noted
 from shardwise.core.untraced import UntracedFunction
-from shardwise.dispatch.notation import linear_choices
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, linear_choices, table
 from shardwise.dtensor.tensor import DTensor
 from shardwise.ops.operands import read_from
 

@@ -38,8 +38,7 @@ from shardwise.ops.nn.context_tiles import (
     summed,
     tiles,
 )
-from shardwise.simulation.parts import sized
-from shardwise.simulation.ranks import each_rank, numbers_per_rank, part_per_rank, present
+from shardwise.simulation.ranks import each_rank, numbers_per_rank, part_per_rank, present, sized
 
 Parts = Sequence[torch.Tensor]
 

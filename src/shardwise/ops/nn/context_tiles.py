@@ -19,7 +19,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from shardwise._torch.functions import fused_sdp_choice
-from shardwise.comm.cost import collective_s, exchange_s
+from shardwise.comm.collectives import collective_s, exchange_s
 
 #: The first position, and one past the last.
 Range = tuple[int, int]

@@ -18,9 +18,18 @@ from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.core.sizes import Size, equal
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dispatch.catalog import in_order
-from shardwise.dispatch.notation import linear_choices, rule
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, empty_safe, table
-from shardwise.dtensor.plain_operands import class_losses
+from shardwise.dispatch.rule import (
+    Call,
+    Choice,
+    LocalCall,
+    Rule,
+    Table,
+    empty_safe,
+    linear_choices,
+    rule,
+    table,
+)
+from shardwise.dtensor.operands import class_losses
 from shardwise.dtensor.tensor import run
 from shardwise.errors import UnsupportedError
 from shardwise.ops.operands import fake, read_from

@@ -11,8 +11,7 @@ import torch
 from shardwise.core.layout import shard_with
 from shardwise.core.placements import NormPartial, Placement, Shard
 from shardwise.core.sizes import lengths, surely_equal
-from shardwise.dispatch.notation import linear_choices
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, linear_choices, table
 from shardwise.ops.shape.views import DimSlice, link_choices, slice_cut, unchanged
 
 aten = torch.ops.aten

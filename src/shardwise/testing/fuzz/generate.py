@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from shardwise.testing.fuzz.hand import Draft, Hand, NoFit
-from shardwise.testing.fuzz.program import Item, Program, Statement, WorldState, execute
+from shardwise.testing.fuzz.program import Item, OneDevice, Program, Statement, WorldState, execute
 from shardwise.testing.fuzz.tables import FAMILIES
-from shardwise.testing.fuzz.tables.autograd import scalar
+from shardwise.testing.fuzz.tables.nn import scalar
 from shardwise.testing.fuzz.undefined import Kinks, alike, bounded, disturb
-from shardwise.testing.fuzz.worlds import OneDevice
 
 MESHES: tuple[tuple[int, ...], ...] = (
     (2,),

@@ -17,8 +17,7 @@ from shardwise._torch.dispatch import TorchDispatchMode
 from shardwise._torch.functions import tree_leaves, tree_map
 from shardwise.testing.compare import difference, tolerance
 from shardwise.testing.fuzz.hand import MOST
-from shardwise.testing.fuzz.program import Item, Program, Statement, WorldState
-from shardwise.testing.fuzz.worlds import OneDevice
+from shardwise.testing.fuzz.program import Item, OneDevice, Program, Statement, WorldState
 
 aten = torch.ops.aten
 

@@ -27,7 +27,7 @@ from shardwise.parallel import (
 from shardwise.shard import ChunkShardingSpec, ShardingPlan, shard_module
 from shardwise.testing.layouts import TENSOR_AXIS, Mesh
 from shardwise.testing.loop import OPTIONS
-from shardwise.testing.steps.models import ANY_OPTIMIZER, KINDS, WIDTH, Kind, Trained
+from shardwise.testing.models import ANY_OPTIMIZER, KINDS, WIDTH, Kind, Trained
 from shardwise.testing.training import (
     AUTOCAST_BOUND,
     BOUND,

@@ -22,8 +22,7 @@ from shardwise.core.mesh import Coordinate, Grid, grid_like
 from shardwise.core.untraced import without_autocast
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
-from shardwise.simulation.parts import one_part, parts_of, roster_of, sized
-from shardwise.simulation.ranks import each_rank, localize
+from shardwise.simulation.ranks import each_rank, localize, one_part, parts_of, roster_of, sized
 from shardwise.training.fully_sharded.members import Member
 from shardwise.training.fully_sharded.packing import rows_of
 

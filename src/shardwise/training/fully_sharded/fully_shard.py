@@ -16,7 +16,7 @@ from shardwise.comm.agreement import agree
 from shardwise.core.layout import contiguous_stride, make_layout, shard_with
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE, Placement, Shard
-from shardwise.dtensor.gradients import refuse_hooks
+from shardwise.dtensor.autograd import refuse_hooks
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError, WorldError
 from shardwise.simulation.ranks import present

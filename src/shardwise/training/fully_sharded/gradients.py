@@ -17,8 +17,7 @@ from shardwise.core.mesh import Grid
 from shardwise.core.placements import SUM, Placement
 from shardwise.dtensor import autograd
 from shardwise.dtensor.tensor import DTensor
-from shardwise.simulation.parts import one_part
-from shardwise.simulation.ranks import one_for_all
+from shardwise.simulation.ranks import one_for_all, one_part
 from shardwise.training.contract import MeshAxes
 from shardwise.training.fully_sharded.buffer import FlatBuffer
 from shardwise.training.fully_sharded.gathered import GroupParameters

@@ -6,11 +6,9 @@ To add an op, add a row to the table of its family; a row raises `NoFit` where n
 from __future__ import annotations
 
 from shardwise.testing.fuzz.hand import Row
-from shardwise.testing.fuzz.tables.autograd import AUTOGRAD, DOORS
 from shardwise.testing.fuzz.tables.math import ORDERINGS, POINTWISE, PRODUCTS, REDUCTIONS
-from shardwise.testing.fuzz.tables.nn import AUTOCAST, DRAWS, LAYERS
-from shardwise.testing.fuzz.tables.shape import INDEXING, JOINS, VIEWS
-from shardwise.testing.fuzz.tables.writes import WRITES
+from shardwise.testing.fuzz.tables.nn import AUTOCAST, AUTOGRAD, DOORS, DRAWS, LAYERS
+from shardwise.testing.fuzz.tables.shape import INDEXING, JOINS, VIEWS, WRITES
 
 #: Each family with its share of the steps.
 FAMILIES: dict[str, tuple[int, tuple[Row, ...]]] = {
