@@ -43,7 +43,7 @@ def fused(monkeypatch):
     if INTERPRETED:
         monkeypatch.setattr(bag_rules, "take_grad", lambda x: x.dtype in bag_rules.DTYPES)
     asked = []
-    for name in ("sums", "largest", "table_grad", "row_grads", "sample_grad"):
+    for name in ("fused_sums", "largest", "table_grad", "row_grads", "sample_grad"):
         real = getattr(bag_rules, name)
 
         def counted(*args, name=name, real=real):
@@ -139,7 +139,7 @@ def test_every_mode(mesh, fused, case):
     *placements, form = CASES[case]
     for options in ({"mode": "sum"}, {"mode": "mean", "padding_idx": PADDING}, {"mode": "max"}):
         check(mesh, placements, form, **options)
-    assert {"sums", "largest", "table_grad"} <= set(fused)
+    assert {"fused_sums", "largest", "table_grad"} <= set(fused)
 
 
 @pytest.mark.parametrize("placement", [S0] if INTERPRETED else [S0, S1], ids=repr)
@@ -147,7 +147,7 @@ def test_weights_of_samples_and_rows_that_have_a_gradient(mesh, fused, placement
     for form in ("offsets",) if INTERPRETED else ("two dims", "offsets"):
         check(mesh, (placement, R), form, weighted=True, mode="sum", sparse=True, padding_idx=2)
     check(mesh, (placement, R), "offsets", mode="mean", sparse=True)
-    assert {"sums", "row_grads", "sample_grad"} <= set(fused)
+    assert {"fused_sums", "row_grads", "sample_grad"} <= set(fused)
     assert "table_grad" not in fused
 
 
@@ -155,7 +155,7 @@ def test_weights_of_samples_and_rows_that_have_a_gradient(mesh, fused, placement
 def test_narrow_dtypes(mesh, fused, dtype):
     check(mesh, (S0, R), "two dims", dtype=dtype, mode="mean")
     check(mesh, (S1, R), "offsets", dtype=dtype, weighted=True, mode="sum")
-    assert {"sums", "table_grad", "sample_grad"} <= set(fused)
+    assert {"fused_sums", "table_grad", "sample_grad"} <= set(fused)
 
 
 def test_float64_goes_through_torchs_kernels(mesh, fused):
