@@ -1,12 +1,14 @@
 """A model that is fully sharded over several meshes, and its training; for both worlds."""
 
+import copy
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import shardwise
 from shardwise import DTensor, LocalTensor
-from shardwise.parallel import data_parallel, fully_shard, parallelize_module
+from shardwise.parallel import CPUOffloadPolicy, data_parallel, fully_shard, parallelize_module
 from shardwise.simulation.ranks import on_every_rank
 
 
@@ -179,3 +181,93 @@ def trained(name):
     # 8 examples do not divide by 3: there each rank has all of them.
     train(model, IDS if num_parts == 3 else [own(ids, num_parts, each) for ids in IDS])
     return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+# -- chunks of lengths of their own ---------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Rows that divide neither way, and more than 100 elements per rank: chunks are uneven."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(53, 59, bias=False), nn.Linear(59, 61, bias=False)
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+
+def _odd_layers(mesh, **options):
+    model = Odd().double()
+    for layer in (model.first, model.second):
+        fully_shard(layer, mesh, **options)
+    return model
+
+
+def _odd_over_layers():
+    """59 rows over 3 or 2 ranks: a buffer of its own."""
+    mesh = mesh_of(dp=2, tp=2)
+    model = parallelize_module(Odd().double(), mesh, {"first": "colwise", "second": "rowwise"})
+    return fully_shard(model, mesh["dp"]), 2, 2
+
+
+def _odd_offloaded():
+    return fully_shard(Odd().double(), mesh_of(dp=4), offload_policy=CPUOffloadPolicy()), 4, 1
+
+
+def _odd_copy():
+    model = _odd_layers(mesh_of(dp=4))
+    model(torch.ones(2, 53).double()).sum()
+    return copy.deepcopy(model), 4, 1
+
+
+def _odd_loaded():
+    model, empty = _odd_layers(mesh_of(dp=4)), _odd_layers(mesh_of(dp=4))
+    for parameter in empty.parameters():
+        parameter.detach().zero_()
+    empty.load_state_dict(model.state_dict())
+    return empty, 4, 1
+
+
+ODD = {
+    "layers": lambda: (_odd_layers(mesh_of(dp=4)), 4, 1),
+    "freed": lambda: (_odd_layers(mesh_of(dp=4), reshard_after_forward=True), 4, 1),
+    "kept by 2": lambda: (_odd_layers(mesh_of(dp=4), reshard_after_forward=2), 4, 1),
+    "one group": lambda: (fully_shard(Odd().double(), mesh_of(dp=4)), 4, 1),
+    "replicas": lambda: (_odd_layers(mesh_of(rep=2, shard=2)), 4, 1),
+    "tensor parallel": _odd_over_layers,
+    "offloaded": _odd_offloaded,
+    "copied": _odd_copy,
+    "loaded": _odd_loaded,
+}
+ODD_BATCHES = torch.randn(4, 8, 53, generator=torch.Generator().manual_seed(2)).double()
+
+
+def train_odd(model, batches):
+    """Steps of AdamW; the second of them with the first layer frozen."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step, batch in enumerate(batches):
+        model.first.weight.requires_grad_(step != 1)
+        model(batch).pow(2).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def trained_odd(name):
+    model, num_parts, each = ODD[name]()
+    buffers = [
+        buffer
+        for module in model.modules()
+        if "_shard_group" in module.__dict__
+        for buffer in module.__dict__["_shard_group"].parameters.buffers
+    ]
+    train_odd(model, [own(batch, num_parts, each) for batch in ODD_BATCHES])
+    found = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    return found, [buffer.uneven for buffer in buffers]
+
+
+def all_trained_odd():
+    return {name: trained_odd(name) for name in ODD}

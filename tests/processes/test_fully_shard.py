@@ -2,7 +2,21 @@
 
 import pytest
 import torch
-from fully_sharded import IDS, Layer, Model, loss_of, mesh_of, own, train, trained, whole
+from fully_sharded import (
+    IDS,
+    ODD_BATCHES,
+    Layer,
+    Model,
+    Odd,
+    all_trained_odd,
+    loss_of,
+    mesh_of,
+    own,
+    train,
+    train_odd,
+    trained,
+    whole,
+)
 from launcher import Failure
 
 import shardwise
@@ -39,6 +53,21 @@ def test_trains_as_one_device(processes):
                     rtol=0,
                     atol=2e-5,
                     msg=lambda m, at=(mesh, name): f"{at}: {m}",
+                )
+
+
+def test_chunks_of_lengths_of_their_own_train_alike(processes):
+    expected = train_odd(Odd().double(), ODD_BATCHES)
+    for found in processes(all_trained_odd, timeout_s=120):
+        for way, (parameters, uneven) in found.items():
+            assert any(uneven), way
+            for name, parameter in expected.named_parameters():
+                torch.testing.assert_close(
+                    parameters[name],
+                    parameter.detach(),
+                    rtol=0,
+                    atol=1e-11,
+                    msg=lambda m, at=(way, name): f"{at}: {m}",
                 )
 
 

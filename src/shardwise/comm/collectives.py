@@ -21,14 +21,22 @@ from shardwise._torch.dispatch import make_wrapper, no_torch_function
 from shardwise._torch.frames import line_outside
 from shardwise._torch.functions import tree_map_only
 from shardwise.comm.watch import watch
-from shardwise.core.mesh import Grid
+from shardwise.core.mesh import Coordinate, Grid
 from shardwise.core.sizes import lengths
 from shardwise.core.untraced import without_autocast
 from shardwise.core.world import current_world, heard, tell
 from shardwise.errors import CollectiveError, WorldError
 from shardwise.simulation.collectives import name_of_groups, simulated_scatter
 from shardwise.simulation.local_tensor import sized_copy
-from shardwise.simulation.ranks import is_per_rank, my_coordinate, one_part, per_rank
+from shardwise.simulation.ranks import (
+    counts_per_rank,
+    each_rank,
+    is_per_rank,
+    my_coordinate,
+    one_part,
+    per_rank,
+    present,
+)
 from shardwise.simulation.roster import spans
 
 _ops = torch.ops._c10d_functional
@@ -39,6 +47,7 @@ _all_gather_into_tensor_out = _ops.all_gather_into_tensor_out.default._op
 _reduce_scatter_tensor = _ops.reduce_scatter_tensor.default._op
 _all_to_all_single = _ops.all_to_all_single.default._op
 _broadcast = _ops.broadcast.default._op
+_broadcast_ = _ops.broadcast_.default._op
 
 
 def group_name(grid: Grid, axis: int) -> str:
@@ -163,6 +172,35 @@ def start_all_gather_into(out: torch.Tensor, x: torch.Tensor, grid: Grid, axis: 
     _all_gather_into_tensor_out(x, grid.shape[axis], group_name(grid, axis), out=out)
 
 
+#: The lengths of what the ranks along an axis have, by the coordinate of one of them.
+Lengths = Callable[[Coordinate], list[int]]
+
+
+def start_uneven_all_gather(
+    out: torch.Tensor, x: torch.Tensor, lengths: Lengths, grid: Grid, axis: int
+) -> None:
+    """Start to gather flat tensors of these lengths to the memory of `out`, in the order of ranks.
+
+    Wait with `finished(out)`. Backends gather equal tensors, or else copy: each rank's tensor is a
+    broadcast to the place where it belongs. Watchers see an all-gather of the longest.
+    """
+    if x.dtype in _MOVED_AS_BYTES:
+        width = x.dtype.itemsize
+        x, out, elements = as_bytes(x), as_bytes(out), lengths
+        lengths = lambda place: [width * n for n in elements(place)]  # noqa: E731
+    name, place = group_name(grid, axis), grid.coordinates[present(grid)[0]]
+    longest = one_part(out)[: max(lengths(place))]
+    with watch.told("all_gather_into_tensor", longest, name):
+        if is_per_rank(x):
+            _all_gather_into_tensor_out(x, grid.shape[axis], name, out=out)
+            return
+        held = out.split(lengths(place))
+        held[place[axis]].copy_(x)
+        for source, part in enumerate(held):
+            if part.numel():
+                _broadcast_(part, source, name)
+
+
 def start_reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
     if x.dtype in _REDUCED_AS:
         x = x.to(_REDUCED_AS[x.dtype])
@@ -208,6 +246,42 @@ def start_scattered_sum(
             total += term
         unused(x)
         return total
+
+    return add
+
+
+def start_uneven_scattered_sum(
+    lengths: Lengths,
+    x: torch.Tensor,
+    grid: Grid,
+    axis: int,
+    unused: Callable[[torch.Tensor], None],
+) -> Callable[[], torch.Tensor]:
+    """As `start_scattered_sum`, of a flat tensor with these lengths for the ranks, in their order.
+
+    Backends scatter equal chunks only: each rank sends the others their terms, and adds its own.
+    """
+
+    def own(place: Coordinate) -> list[int]:
+        return [lengths(place)[place[axis]]] * grid.shape[axis]
+
+    name = group_name(grid, axis)
+    with watch.told("reduce_scatter_tensor", x, name):
+        received, sent = counts_per_rank(grid, own), counts_per_rank(grid, lengths)
+        started = _all_to_all_single(x, received, sent, name)
+
+    def total(_: Coordinate, arrived: torch.Tensor) -> torch.Tensor:
+        first, *others = arrived.unflatten(0, (grid.shape[axis], -1)).unbind()
+        result = first.clone()
+        for term in others:
+            result += term
+        return result
+
+    def add() -> torch.Tensor:
+        result = each_rank(grid, total, awaited(started), axes=())
+        if x.is_cpu and not is_per_rank(x):
+            unused(x)
+        return result
 
     return add
 

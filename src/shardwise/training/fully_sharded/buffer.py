@@ -7,6 +7,7 @@ has been gathered anew.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,10 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.simulation.ranks import each_rank, localize, one_part, parts_of, roster_of, sized
 from shardwise.training.fully_sharded.members import Member
-from shardwise.training.fully_sharded.packing import rows_of
+from shardwise.training.fully_sharded.packing import is_little, lengths_of, rows_of
+
+#: The lengths of all chunks, by the coordinate of a rank.
+Lengths = Callable[[Coordinate], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +53,31 @@ def _with_rows(shape: tuple[int, ...], dim: int, num_rows: int) -> tuple[int, ..
 
 
 class FlatBuffer:
-    """Members with their offsets, cut along one axis of a mesh into chunks of `length`.
+    """Members with their offsets, cut along one axis of a mesh into chunks with these `ends`.
 
     A parameter whose local shapes differ between ranks is alone in its buffer, and is split as
-    `torch.chunk` does: there the length differs too.
+    `torch.chunk` does: there the ends differ too.
     """
 
     def __init__(
-        self, grid: Grid, axis: int, members: list[Member], offsets: list[int], length: int | None
+        self,
+        grid: Grid,
+        axis: int,
+        members: list[Member],
+        offsets: list[int],
+        ends: tuple[int, ...] | None,
     ) -> None:
         self.grid, self.axis = grid, axis
         self.members, self.offsets = members, offsets
-        self._length = length
+        self._ends = ends
         self.shard: torch.Tensor | None = None
         self.whole: torch.Tensor | None = None
         #: What `reshard_after_forward` with a number of ranks keeps, and their axis.
         self.kept: tuple[torch.Tensor, Grid, int] | None = None
         self._pieces: dict[Any, list[FlatPiece]] = {}
         self._ranks = {place: rank for rank, place in grid.coordinates.items()}
+        #: Whether chunks have lengths of their own; see Note [Flat buffers].
+        self.uneven = any(len(set(lengths_of(self.ends(p)))) > 1 for p in self._places())
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has parameters of its own, which become views of a new shard when they are used.
@@ -85,32 +96,41 @@ class FlatBuffer:
     def shapes(self, place: Coordinate) -> list[tuple[int, ...]]:
         return [member.whole_shape(self._ranks[place]) for member in self.members]
 
-    def length(self, place: Coordinate) -> int:
-        if self._length is not None:
-            return self._length
-        num_rows, row = rows_of(self.shapes(place)[0], self.members[0].dim)
-        return max(1, -(-num_rows // self.parts) * row)
+    def _places(self) -> list[Coordinate]:
+        """Coordinates with all the shapes that there are."""
+        places = list(self._ranks)
+        return places if self._ends is None else places[:1]
+
+    def ends(self, place: Coordinate) -> tuple[int, ...]:
+        """Where chunks end in the gathered buffer of the rank at this coordinate."""
+        if self._ends is not None:
+            return self._ends
+        (shape,), parts = self.shapes(place), self.parts
+        num_rows, row = rows_of(shape, self.members[0].dim)
+        each = -(-num_rows // parts)
+        if is_little((each * parts - num_rows) * row, num_rows * row, parts):
+            return tuple(max(1, each * row) * chunk for chunk in range(1, parts + 1))
+        return tuple(min(each * chunk, num_rows) * row for chunk in range(1, parts + 1))
 
     def pieces(self, place: Coordinate) -> list[FlatPiece]:
         """The pieces of all members in all chunks, as the shards lie."""
-        key = None if self._length is not None else self._ranks[place]
+        key = None if self._ends is not None else self._ranks[place]
         if key not in self._pieces:
             self._pieces[key] = self._all_pieces(place)
         return self._pieces[key]
 
     def _all_pieces(self, place: Coordinate) -> list[FlatPiece]:
-        found, length = [], self.length(place)
+        found, bounds = [], list(itertools.pairwise((0, *self.ends(place))))
         for number, shape in enumerate(self.shapes(place)):
             dim = self.members[number].dim
             num_rows, row = rows_of(shape, dim)
             start, first = self.offsets[number], 0
-            for chunk in range(self.parts):
-                low, high = max(start, chunk * length), (chunk + 1) * length
-                held = max(0, min(start + num_rows * row, high) - low) // row
+            for chunk, (low, high) in enumerate(bounds):
+                at = max(start, low)
+                held = max(0, min(start + num_rows * row, high) - at) // row
                 if held:
-                    at = low - chunk * length
                     here = _with_rows(shape, dim, held)
-                    found.append(FlatPiece(number, chunk, first, held, at, here, dim))
+                    found.append(FlatPiece(number, chunk, first, held, at - low, here, dim))
                     first += held
         return found
 
@@ -138,7 +158,9 @@ class FlatBuffer:
         """Make a new shard; `take` gives a piece of a member's tensor."""
 
         def fill(place: Coordinate, *here: torch.Tensor) -> torch.Tensor:
-            shard = here[0].new_zeros(self.length(place), pin_memory=pinned)
+            length = lengths_of(self.ends(place))[place[self.axis]]
+            # An empty shard has memory too, which says whose views the parameters are.
+            shard = here[0].new_zeros(max(1, length), pin_memory=pinned)[:length]
             for piece, tensor in zip(self.mine(place), here, strict=True):
                 if piece is not None:
                     _view(shard, piece).copy_(take(tensor, piece))
@@ -218,12 +240,34 @@ class FlatBuffer:
                 self._hold(shard, dtype, device)
                 return
             sent = shard.to(device=device, dtype=dtype) if (device or dtype) else shard
-            if self.whole is None or one_part(self.whole).dtype != one_part(sent).dtype:
+            fits = self.whole is not None and one_part(self.whole).dtype == one_part(sent).dtype
+            if self.uneven:
+                self._gather_unevenly(sent.detach(), anew=not fits)
+            elif not fits:
                 self.whole = collectives.start_all_gather(sent.detach(), self.grid, self.axis)
                 if one_part(self.whole).dtype != one_part(sent).dtype:
                     self.whole = collectives.viewed(self.whole, one_part(sent).dtype)
             else:
                 self._gather_again(sent, self.grid, self.axis)
+
+    def _gather_unevenly(self, sent: torch.Tensor, *, anew: bool) -> None:
+        like, others = one_part(sent), [a for a in range(self.grid.num_axes) if a != self.axis]
+
+        def memory(place: Coordinate) -> torch.Tensor:
+            # A multiple of ranks, for `_chunk_of`.
+            return like.new_empty(-(-self.ends(place)[-1] // self.parts) * self.parts)
+
+        def filled(place: Coordinate, whole: torch.Tensor) -> torch.Tensor:
+            return whole[: self.ends(place)[-1]]
+
+        if anew:
+            self.whole = each_rank(self.grid, memory, axes=others)
+        whole: Any = self.whole
+        _refill(whole)
+        out = each_rank(self.grid, filled, whole, axes=others)
+        collectives.start_uneven_all_gather(
+            out, sent, lambda place: lengths_of(self.ends(place)), self.grid, self.axis
+        )
 
     def _gather_again(self, sent: torch.Tensor, grid: Grid, axis: int) -> None:
         whole: Any = self.whole
@@ -302,9 +346,9 @@ class FlatBuffer:
 
     def gradient_pieces(
         self, place: Coordinate, numbers: tuple[int, ...]
-    ) -> tuple[list[FlatPiece], int]:
-        """The pieces of these members, close together in each chunk, and the length of a chunk."""
-        key = (numbers, None if self._length is not None else self._ranks[place])
+    ) -> tuple[list[FlatPiece], list[int]]:
+        """The pieces of these members, close together in each chunk, and the lengths of chunks."""
+        key = (numbers, None if self._ends is not None else self._ranks[place])
         found: Any = self._pieces.get(key)
         if found is None:
             ends = [0] * self.parts
@@ -313,19 +357,39 @@ class FlatBuffer:
                 if piece.number in numbers:
                     at, ends[piece.chunk] = ends[piece.chunk], ends[piece.chunk] + piece.numel
                     pieces.append(replace(piece, at=at))
-            found = self._pieces[key] = pieces, max(ends)  # type: ignore[assignment]
+            found = self._pieces[key] = pieces, ends  # type: ignore[assignment]
         return found
+
+    def row_lengths(self, numbers: tuple[int, ...], dtype: torch.dtype) -> Lengths | None:
+        """What each chunk has of a row of gradients, where one length would be much padding.
+
+        In a group with frozen parameters that may be so though its chunks have one length.
+        """
+        sums = [self.gradient_pieces(place, numbers)[1] for place in self._places()]
+        if collectives.is_widened(dtype) or all(
+            is_little(self.parts * max(held) - sum(held), sum(held), self.parts) for held in sums
+        ):
+            return None
+
+        def lengths(place: Coordinate) -> list[int]:
+            width = 2 if dtype.is_complex else 1
+            held = self.gradient_pieces(place, numbers)[1]
+            return [width * (length + len(numbers)) for length in held]
+
+        return lengths
 
     def gradient_row(
         self,
         grads: dict[int, torch.Tensor | None],
         scales: Sequence[float],
         dtype: torch.dtype,
-        new_row: Callable[[tuple[int, int], torch.dtype, torch.device], torch.Tensor],
+        lengths: Lengths | None,
+        new_row: Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor],
     ) -> torch.Tensor:
         """The gradients of members, by number, times their scales, laid out for a reduce-scatter.
 
-        One row per chunk: the pieces, and for each member a flag: whether there is a gradient.
+        A chunk has the pieces, and for each member a flag: whether there is a gradient. Chunks are
+        rows of a matrix, or with `lengths` of their own one after another.
         """
         numbers = tuple(grads)
         held = {n: localize(self.grid, grad) for n, grad in grads.items() if grad is not None}
@@ -336,12 +400,20 @@ class FlatBuffer:
 
         def fill(place: Coordinate, *here: torch.Tensor) -> torch.Tensor:
             given = dict(zip(held, here, strict=True))
-            pieces, length = self.gradient_pieces(place, numbers)
+            pieces, sizes = self.gradient_pieces(place, numbers)
             device = here[0].device
-            row = new_row((self.parts, length + len(flags)), dtype, device)
-            chunks = list(row.unbind())
-            if own_last:
-                chunks.insert(place[self.axis], chunks.pop())
+            told = torch.tensor(flags, dtype=dtype, device=device)
+            if lengths is None:
+                row = new_row((self.parts, max(sizes) + len(flags)), dtype, device)
+                chunks = list(row.unbind())
+                row[:, max(sizes) :] = told
+                if own_last:
+                    chunks.insert(place[self.axis], chunks.pop())
+            else:
+                row = new_row((sum(sizes) + self.parts * len(flags),), dtype, device)
+                chunks = list(row.split([size + len(flags) for size in sizes]))
+                for chunk, size in zip(chunks, sizes, strict=True):
+                    chunk[size:] = told
             for piece in pieces:
                 target = _view(chunks[piece.chunk], piece)
                 if piece.number in given:
@@ -350,8 +422,7 @@ class FlatBuffer:
                     _copy_scaled(target, rows, scale_of[piece.number])
                 else:
                     target.zero_()
-            row[:, length:] = torch.tensor(flags, dtype=dtype, device=device)
-            return torch.view_as_real(row).flatten(1) if dtype.is_complex else row
+            return torch.view_as_real(row).flatten(row.dim() - 1) if dtype.is_complex else row
 
         return each_rank(self.grid, fill, *held.values(), axes=())
 

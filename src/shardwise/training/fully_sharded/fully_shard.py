@@ -413,11 +413,11 @@ def make_buffers(found: list[Member], place: ShardAxes) -> list[FlatBuffer]:
                 member = members[number]
                 member.dim = packing.dims[number]
                 num_rows, row = rows_of(wholes[number], member.dim)
-                sizes = rows_per_chunk(offset, num_rows, row, packing.length, place.parts)
+                sizes = rows_per_chunk(offset, num_rows, row, packing.ends)
                 member.layout = _sharded(member, tuple(sizes), place)
             inside = [members[number] for number in packing.offsets]
             offsets = list(packing.offsets.values())
-            made.append(FlatBuffer(place.grid, place.axis, inside, offsets, packing.length))
+            made.append(FlatBuffer(place.grid, place.axis, inside, offsets, packing.ends))
     return made
 
 

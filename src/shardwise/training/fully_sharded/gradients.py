@@ -19,7 +19,7 @@ from shardwise.dtensor import autograd
 from shardwise.dtensor.tensor import DTensor
 from shardwise.simulation.ranks import one_for_all, one_part
 from shardwise.training.contract import MeshAxes
-from shardwise.training.fully_sharded.buffer import FlatBuffer
+from shardwise.training.fully_sharded.buffer import FlatBuffer, Lengths
 from shardwise.training.fully_sharded.gathered import GroupParameters
 from shardwise.training.fully_sharded.members import Member, ShardAxes
 from shardwise.training.reducer import data_axes_along
@@ -37,6 +37,8 @@ class Reducing:
     all_here: bool
     #: Axes of replicas, to be reduced after the reduce-scatter.
     left: list[int] = field(default_factory=list)
+    #: The lengths of the row's chunks, where they differ.
+    lengths: Lengths | None = None
     #: The gradients themselves, where nothing is sent.
     grads: dict[int, torch.Tensor | None] | None = None
     finished: bool = False
@@ -62,7 +64,7 @@ class RowsInFlight:
         self.unused: list[torch.Tensor] = []
 
     def new_row(
-        self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Memory for gradients: that of a row that was sent, if one fits."""
         for number, row in enumerate(self.unused):
@@ -75,10 +77,11 @@ class RowsInFlight:
         buffer = made.buffer
         with because("fully_shard", implicit=False):
             if buffer.parts > 1:
-                made.wait = collectives.start_scattered_sum(
-                    made.row, buffer.grid, buffer.axis, self.unused.append
-                )
-                made.row = None
+                grid, axis, unused = buffer.grid, buffer.axis, self.unused.append
+                start = collectives.start_scattered_sum
+                if made.lengths is not None:
+                    start = functools.partial(collectives.start_uneven_scattered_sum, made.lengths)
+                made.wait, made.row = start(made.row, grid, axis, unused), None
             self.reducing.append(made)
             while sum(not each.finished for each in self.reducing) > max(1, most):
                 next(each for each in self.reducing if not each.finished).advance()
@@ -149,8 +152,9 @@ class GroupGradients:
         computed = given[0].dtype if given else one_part(buffer.whole).dtype
         dtype = self.dtype if self.dtype and computed.is_floating_point else computed
         scales = [self._share(buffer.members[n], axes) for n, axes in kept.items()]
-        row = buffer.gradient_row(grads, scales, dtype, rows.new_row)
-        made = Reducing(buffer, kept, row, len(given) == len(grads), left)
+        lengths = buffer.row_lengths(tuple(grads), dtype)
+        row = buffer.gradient_row(grads, scales, dtype, lengths, rows.new_row)
+        made = Reducing(buffer, kept, row, len(given) == len(grads), left, lengths)
         key = (id(buffer), tuple(kept.items()))
         before = self.unsynced.pop(key, None)
         if before is not None:

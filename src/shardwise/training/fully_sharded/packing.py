@@ -1,16 +1,17 @@
-"""FlatPacking: where parameters lie in one flat buffer, so that equal chunks of it hold whole rows.
+"""FlatPacking: where parameters lie in one flat buffer, so that its chunks hold whole rows.
 
 Note [Flat buffers]
-A group gathers one buffer: the ranks' chunks, all of one length, one after another. A parameter is
-a view of it while gathered, so it is contiguous there, and a rank's shard of it is what its chunk
-overlaps. Shards are rows of one dim (`Shard(dim, sizes)`), so a chunk may end inside a parameter
-only between two rows: padding goes between parameters, and the length of a chunk is chosen so that
-there is little of it. Parameters with long rows come first; short rows then fit anywhere.
+A group gathers one buffer: the ranks' chunks, one after another. A parameter is a view of it while
+gathered, so it is contiguous there, and a rank's shard of it is what its chunk overlaps. Shards are
+rows of one dim (`Shard(dim, sizes)`), so a chunk may end inside a parameter only between two rows.
 
-What is longer than a chunk makes the length a multiple of its rows. So where a chunk has fewer than
-100 rows, rounding up may take more than 1%. Then rows of other dims are tried, and several buffers,
-in each of which rows are of few lengths. A rank has no less than the largest number of rows that it
-needs: 1,000 rows on 96 ranks are 11 on some, 1,056 in all, whatever the layout.
+Chunks of one length are what collectives are fastest with: padding goes between parameters, and the
+length is chosen so that there is little of it. Parameters with long rows come first; short rows
+then fit anywhere. What is longer than a chunk makes the length a multiple of its rows. So where a
+chunk has fewer than 100 rows, rounding up may take more than 1%: then rows of other dims are tried,
+and for a large group several buffers, in each of which rows are of few lengths. If that does not
+help, chunks end at the rows nearest to equal ones and have lengths of their own: 1,000 rows on 96
+ranks are 10 or 11 on each. Then there is no padding, and each rank's chunk is sent by itself.
 """
 
 from __future__ import annotations
@@ -20,20 +21,31 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-#: The share of a buffer that may be padding; and numbers of elements up to which more of it does
-#: not matter, and up to which copying across dims is cheaper than another collective.
-MOST_PADDING, LITTLE, FEW = 0.01, 1 << 12, 1 << 16
+#: The share of what is sent that may be padding.
+MOST_PADDING = 0.01
+#: With fewer elements per rank than this one of them is more than that share. Then a number of
+#: elements up to which padding does not matter.
+FEW_EACH, LITTLE = 100, 1 << 12
+#: A number of elements up to which copying across dims does not matter.
+FEW = 1 << 16
+#: A number of elements from which another collective costs less than sending chunk by chunk.
+MANY = 1 << 22
 #: With fewer rows per rank than this, what is missing to the next multiple of ranks counts.
 FEW_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class FlatPacking:
-    """The offset of each parameter, by its number; the length of a chunk; the dims of the rows."""
+    """The offset of each parameter, by its number; the ends of chunks; the dims of the rows."""
 
     offsets: dict[int, int]
-    length: int
+    ends: tuple[int, ...]
     dims: dict[int, int]
+
+
+def is_little(padding: int, total: int, parts: int) -> bool:
+    """Whether chunks of one length may have so much padding, for `total` elements."""
+    return padding <= (total * MOST_PADDING if total >= FEW_EACH * parts else LITTLE)
 
 
 def rows_of(shape: Sequence[int], dim: int) -> tuple[int, int]:
@@ -58,26 +70,31 @@ def pack(shapes: Sequence[Sequence[int]], parts: int) -> list[FlatPacking]:
     """Buffers for parameters of these shapes; most often one. See Note [Flat buffers].
 
     >>> pack([(4, 3), (6,)], parts=2)
-    [FlatPacking(offsets={0: 0, 1: 12}, length=9, dims={0: 0, 1: 0})]
+    [FlatPacking(offsets={0: 0, 1: 12}, ends=(9, 18), dims={0: 0, 1: 0})]
+    >>> pack([(7, 100)], parts=3)
+    [FlatPacking(offsets={0: 0}, ends=(200, 500, 700), dims={0: 0})]
     """
     total = sum(math.prod(shape) for shape in shapes)
-    enough = max(LITTLE, int(total * MOST_PADDING))
     usual = [split_dim(shape, parts) for shape in shapes]
     short = [_dim_of_short_rows(shape) for shape in shapes]
-    ways = list(itertools.product((usual, short), (1, 2, 3)))
-    if enough < FEW:  # other dims cost less than other buffers: little is copied across them
-        ways.sort(key=lambda way: way[1])
-    best: tuple[int, list[FlatPacking]] | None = None
-    for dims, num_buffers in ways:
-        if best is not None and best[0] <= enough:
-            break
-        for numbers in _divided(shapes, dims, num_buffers):
-            packings = [_packed(each, shapes, dims, parts) for each in numbers]
-            padding = sum(packing.length for packing in packings) * parts - total
-            if best is None or padding < best[0]:
-                best = padding, packings
-    assert best is not None, "one buffer is always possible"
-    return best[1]
+    for num_buffers in (1, 2, 3) if total >= MANY else (1,):
+        for dims in (usual, short):
+            for numbers in _divided(shapes, dims, num_buffers):
+                packings = [_packed(each, shapes, dims, parts) for each in numbers]
+                padding = sum(packing.ends[-1] for packing in packings) - total
+                if is_little(padding, total, parts):
+                    return packings
+    uneven = [_cut_near(shapes, dims, parts) for dims in (usual, short)]
+    return [min(uneven, key=lambda packing: max(lengths_of(packing.ends)))]
+
+
+def lengths_of(ends: Sequence[int]) -> list[int]:
+    """The lengths of consecutive chunks.
+
+    >>> lengths_of((9, 18))
+    [9, 9]
+    """
+    return [end - start for start, end in itertools.pairwise((0, *ends))]
 
 
 def _dim_of_short_rows(shape: Sequence[int]) -> int:
@@ -99,9 +116,26 @@ def _divided(
         ]
 
 
+def _cut_near(shapes: Sequence[Sequence[int]], dims: list[int], parts: int) -> FlatPacking:
+    """Chunks that end at the rows nearest to those of one length."""
+    items = {number: rows_of(shape, dims[number]) for number, shape in enumerate(shapes)}
+    order = sorted(items, key=lambda i: -items[i][1])
+    sizes = [items[i][0] * items[i][1] for i in order]
+    starts = list(itertools.accumulate(sizes, initial=0))
+    ends, at = [], 0
+    for chunk in range(1, parts + 1):
+        wanted = starts[-1] * chunk // parts
+        while starts[at + 1] < wanted:
+            at += 1
+        row = items[order[at]][1]
+        ends.append(starts[at] + (2 * (wanted - starts[at]) + row) // (2 * row) * row)
+    return FlatPacking(dict(zip(order, starts, strict=False)), tuple(ends), dict(enumerate(dims)))
+
+
 def _packed(
     numbers: list[int], shapes: Sequence[Sequence[int]], dims: list[int], parts: int
 ) -> FlatPacking:
+    """Chunks of one length, with padding between parameters."""
     items = {number: rows_of(shapes[number], dims[number]) for number in numbers}
     order = sorted(numbers, key=lambda i: -items[i][1])
     least = -(-sum(items[i][0] * items[i][1] for i in order) // parts)
@@ -111,7 +145,8 @@ def _packed(
     for tries in itertools.count():
         offsets = _placed(order, items, parts, length)
         if offsets is not None:
-            return FlatPacking(offsets, length, {number: dims[number] for number in offsets})
+            ends = tuple(range(length, parts * length + 1, length))
+            return FlatPacking(offsets, ends, {number: dims[number] for number in offsets})
         length += unit << (tries // 32)
     raise AssertionError("one chunk that holds everything always fits")
 
@@ -162,13 +197,14 @@ def _filler(
     return None
 
 
-def rows_per_chunk(offset: int, num_rows: int, row: int, length: int, parts: int) -> list[int]:
+def rows_per_chunk(offset: int, num_rows: int, row: int, ends: Sequence[int]) -> list[int]:
     """How many rows of an item lie in each chunk.
 
-    >>> rows_per_chunk(offset=12, num_rows=6, row=1, length=9, parts=2)
+    >>> rows_per_chunk(offset=12, num_rows=6, row=1, ends=(9, 18))
     [0, 6]
     """
-    end = offset + num_rows * row
+    last = offset + num_rows * row
     return [
-        max(0, min(end, (c + 1) * length) - max(offset, c * length)) // row for c in range(parts)
+        max(0, min(last, end) - max(offset, start)) // row
+        for start, end in itertools.pairwise((0, *ends))
     ]
