@@ -202,7 +202,7 @@ def pieces_of(value: Any, name: str, present: Sequence[int]) -> Pieces:
     plain = agreed(plain)
     if plain.layout is not torch.strided or plain.is_meta:
         raise CheckpointError(
-            f"{name} is not a dense tensor with memory: {plain.layout}, meta or so."
+            f"{name} is not a dense tensor with memory: {plain.layout}, on {plain.device}."
         )
     start = (0,) * plain.dim()
     return Pieces(tuple(plain.shape), plain.dtype, [Piece(r, start, t) for r, t in held])

@@ -236,7 +236,7 @@ def _saved_tensor(path: Path, name: str, row: Any, files: Mapping[str, Any]) -> 
         raise _damaged(path, f"{name!r} does not have a dtype, a shape and pieces")
     known = isinstance(row["dtype"], str) and row["dtype"] in DTYPES
     if not known or not natural_numbers(row["shape"]):
-        raise _damaged(path, f"the dtype or the shape of {name!r} is none")
+        raise _damaged(path, f"{name!r} has no valid dtype or shape")
     if not isinstance(row["pieces"], list) or not row["pieces"]:
         raise _damaged(path, f"{name!r} has no pieces")
     dtype, shape = DTYPES[row["dtype"]], tuple(row["shape"])
@@ -255,7 +255,7 @@ def _saved_chunk(
     file, key, offset, shape, sums = row
     sizes_fit = all(natural_numbers(sizes) and len(sizes) == ndim for sizes in (offset, shape))
     if not (isinstance(key, str) and isinstance(file, str) and file in files and sizes_fit):
-        raise _damaged(path, f"a piece of {name!r} is {str(row)[:80]}")
+        raise _damaged(path, f"a piece of {name!r} is not valid: {str(row)[:80]}")
     box = Box(tuple(offset), tuple(shape))
     num_blocks = -(-box.volume * dtype.itemsize // BLOCK_BYTES)
     _hexadecimal(path, sums, num_blocks)
@@ -268,7 +268,7 @@ def _hexadecimal(path: Path, text: Any, count: int) -> list[int]:
             return [int(text[i : i + 8], 16) for i in range(0, len(text), 8)]
     except ValueError:
         pass
-    raise _damaged(path, f"{str(text)[:60]!r} is no {count} checksums")
+    raise _damaged(path, f"{str(text)[:60]!r} is not {count} checksums")
 
 
 def _foreign_index(path: Path, content: dict[str, Any], digest: int) -> Index:

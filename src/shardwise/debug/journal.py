@@ -83,7 +83,7 @@ _sessions = itertools.count(1)
 
 
 class agree:
-    """Inside, ranks that run something else than the others are found, and all ranks raise.
+    """Inside it, all ranks raise when one of them runs something else than the others.
 
     Each rank keeps a running hash of what it runs: ops on DTensors with their layouts, numbers and
     operands, collectives, optimizer steps, and the state of the random generator. The hashes are

@@ -342,7 +342,7 @@ class ToLocal(UntracedFunction):
 def _in_order_of(layout: Layout, grads: Sequence[torch.Tensor]) -> Layout:
     """The layout of a gradient, in the memory order that it has if every rank has the same.
 
-    So that of `full_tensor()` is handed on as that of a copy on one device.
+    So the gradient of `full_tensor()` has the strides of a copy's gradient on one device.
     """
     whole = all(placement.is_replicate() for placement in layout.placements)
     if not whole or layout.symbolic or layout.grid.outside:

@@ -167,7 +167,7 @@ _apply = direct_apply(BatchNorm)
 
 
 class Depending(UntracedFunction):
-    """A gradient that requires grad because of `sources`, whose gradient is none.
+    """A gradient that requires grad because `sources` do; they get no gradient.
 
     Torch's formula of batch norm is one op: all its results require grad if one operand does.
     """

@@ -338,7 +338,7 @@ def put_choices(call: Call) -> Iterator[Choice]:
 
 
 def whole_choices(call: Call) -> Iterator[Choice]:
-    """Each entry may depend on all of them: everything is replicated."""
+    """Everything is replicated: each entry may depend on all of them, or on the memory order."""
     yield call.replicated()
 
 
@@ -489,7 +489,7 @@ def diagonal_scatter_choices(call: Call) -> Iterator[Choice]:
 
 
 def masked_scatter_choices(call: Call) -> Iterator[Choice]:
-    """The tensor may be sharded; which entries of the source come next, only all of a mask says."""
+    """The tensor may be sharded. The mask is whole: it says which entry of the source is next."""
     yield call.replicated()
     yield from linear_choices(call, ((0, 2),))
     local = LocalCall(owned_masked_scatter, per_rank=True)
@@ -513,14 +513,9 @@ def masked_fill_choices(call: Call) -> Iterator[Choice]:
 
 
 def masked_scatter_grad_choices(call: Call) -> Iterator[Choice]:
-    """The entries that the mask names, in order: only the whole mask has an order."""
+    """The entries that the mask names, in order: the mask must be whole."""
     yield call.replicated()
     yield from linear_choices(call, ((0,),))
-
-
-def _whole_choices(call: Call) -> Iterator[Choice]:
-    """Memory is overwritten, of which each rank has its own: everything whole."""
-    yield call.replicated()
 
 
 RULES: Table = table(
@@ -559,5 +554,5 @@ RULES: Table = table(
         (aten.masked_fill.Scalar, aten.masked_fill.Tensor),
         Rule(masked_fill_choices, "..., ... -> ..."),
     ),
-    ((aten.as_strided_scatter.default,), Rule(_whole_choices, "[...] -> [...]")),
+    ((aten.as_strided_scatter.default,), Rule(whole_choices, "[...] -> [...]")),
 )

@@ -449,7 +449,7 @@ def _negative_choices(call: Call) -> Iterator[Choice]:
 
 
 def _safe_choices(call: Call, choices: Iterator[Choice]) -> Iterator[Choice]:
-    """With no memory of an empty shard, which may begin at an odd place of another tensor's."""
+    """An empty shard gets memory of its own: it may begin at an odd place in another tensor."""
     local = LocalCall(EmptySafe(call.op), per_rank=True)
     for choice in choices:
         yield replace(choice, local=local)
