@@ -156,7 +156,8 @@ def main(arguments: list[str] | None = None) -> None:
     work = with_sample(workload(tables), whole_batches(), num_ranks=RANKS)
     # Squares of column-split rows are kept apart, as torchrec does: nothing more is sent, and so
     # the costs are those of an optimizer without squares.
-    found = plan(work, RANKS, constants=constants, optimizer="sgd", gap=0.001)
+    # Of plans within 2% of the bound, the one with the fewest kernel calls is taken.
+    found = plan(work, RANKS, constants=constants, optimizer="sgd", gap=0.02)
     plans: dict[str, dict[str, Any]] = {
         "planned": dict(found.plan.entries),
         "all row-wise": {"*": "row_wise"},

@@ -11,6 +11,8 @@ from shardwise.errors import ArgumentError, LayoutError
 from shardwise.planner import Constants, NoPlanFits, plan, price, workload
 from shardwise.planner.exact import find_highs
 from shardwise.planner.explaining import bars, choices, compare, describe_result, limits, to_dict
+from shardwise.planner.planning import UNLIMITED, make_problem, plan_of
+from shardwise.planner.solve import solve
 
 TABLES = [
     Table("user", 200_000, 64),
@@ -184,3 +186,22 @@ def test_a_narrower_exchange_is_chosen_where_it_is_allowed_and_faster():
 def test_tables_that_are_narrow_already_are_not_rounded():
     with pytest.raises(ArgumentError, match="exchange_dtype"):
         plan(TABLES, 4, dtype=torch.bfloat16, exchange_dtype=torch.float16, **FIGURES)
+
+
+@pytest.mark.parametrize("memory", [None, 46e6])
+def test_of_plans_within_the_gap_the_one_with_the_fewest_kernel_calls_is_taken(memory):
+    draw = torch.Generator().manual_seed(3)
+    rows = (10 ** (2 + 3 * torch.rand(30, generator=draw))).long().tolist()
+    tables = [Table(f"t{i}", n, (16, 32, 64, 128)[i % 4]) for i, n in enumerate(rows)]
+    ids = {f"t{i}": 1.0 + i % 11 for i in range(30)}
+    work = workload(tables, batch=2048, ids_per_bag=ids, repeated=0.5)
+    found = plan(work, 4, gap=0.02, memory=memory)
+    problem = make_problem(work, found.setting, memory or UNLIMITED)
+    before = plan_of(solve(problem, gap=0.02).assignment, work, found.setting)
+    assert found.price.expected_s < 0.97 * price(before, work, found.setting).expected_s
+    assert found.gap <= 0.02
+    assert found.price.step_s == pytest.approx(found.solution.cost_s, rel=1e-9)
+    assert found.price.memory.max() <= (memory or UNLIMITED)
+    assert found.plan == plan(work, 4, gap=0.02, memory=memory).plan
+    # Without time the first plan is the answer.
+    assert plan(work, 4, gap=0.02, memory=memory, seconds=0.0).gap < 1

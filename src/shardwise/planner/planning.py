@@ -22,6 +22,7 @@ from shardwise.planner.constants import Constants
 from shardwise.planner.costs import Setting, SplitKind, table_options
 from shardwise.planner.price import Price, cores_at_once, price
 from shardwise.planner.problem import Assignment, Problem
+from shardwise.planner.settling import Settling
 from shardwise.planner.solve import NoPlanFits, Progress, Solution, gap_of, solve
 from shardwise.planner.workload import Workload, with_sample, workload
 
@@ -223,7 +224,8 @@ def _best_of(
             even = replace(work, uses=tuple(replace(use, below=()) for use in work.uses))
             others += [_bound_s(even, each, limit) for each in settings]
         allowed = settings[-1].exchange_dtype
-        return replace(found, other_bound_s=min(others, default=np.inf), allowed_dtype=allowed)
+        found = replace(found, other_bound_s=min(others, default=np.inf), allowed_dtype=allowed)
+        return _settled(found, gap, seconds)
     assert failed is not None, "a setting was tried"
     raise failed
 
@@ -323,6 +325,26 @@ def _table_wise(
     ranks = [np.asarray(r if r is not None else [0], np.int64) for _, r in holders]
     found = Assignment(problem, [int(p) for p in places if p is not None], ranks)
     return (found.cost(), found) if found.fits() else None
+
+
+# -- of the plans within the gap, the fastest with kernel calls -------------------------------
+
+
+def _settled(result: PlanResult, gap: float, seconds: float | None) -> PlanResult:
+    """Of plans whose cost is within the gap, the one with the least `Price.expected_s`."""
+    problem, work, setting = result.problem, result.work, result.setting
+    if len(problem.names) * problem.num_ranks > _MOST_TRIED or cores_at_once(setting) is not None:
+        return result
+    most_s = max(result.cost_s, min(result.bound_s * (1 + gap), result.table_wise_s or np.inf))
+    left_s = None if seconds is None else seconds - result.solution.cpu_s
+    best, start = result, result.solution.assignment
+    for found in Settling(start, work, setting, most_s, left_s).plans():
+        made = plan_of(found, work, setting)
+        priced = price(made, work, setting)
+        if priced.step_s <= most_s and priced.expected_s < best.price.expected_s:
+            solution = replace(result.solution, assignment=found, cost_s=found.cost())
+            best = replace(result, plan=made, price=priced, solution=solution)
+    return best
 
 
 # -- what would fit --------------------------------------------------------------------------
