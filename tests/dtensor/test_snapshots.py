@@ -314,3 +314,22 @@ def test_a_step_without_history_leaves_as_strided_as_it_is(mesh):
         leaf.mul_(2)
     y.square().sum().backward()
     assert whole(leaf.grad).tolist() == [0.0, 4.0, 8.0, 12.0, 0.0, 0.0]
+
+
+FOREACH = {
+    "one view twice": lambda x: torch._foreach_mul_([x.flatten()] * 2, 0.5),
+    "views of one tensor": lambda x: torch._foreach_mul_([x[0], x[:2, 1]], 0.5),
+    "views of all of it": lambda x: torch._foreach_add_([x.flatten(), x.view(2, 4)], 1.0),
+    "a view, then its base": lambda x: torch._foreach_add_([x[0], x], [x[0], x]),
+    "no op in place": lambda x: torch._foreach_maximum_([x[0], x[:, 0]], [x[1], x[:, 1]]),
+}
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=repr)
+@pytest.mark.parametrize("name", FOREACH)
+def test_a_foreach_op_writes_to_views_one_after_another(mesh, name, placement):
+    plain = torch.arange(8.0).view(4, 2)
+    x = lay(plain, mesh, placement)
+    for tensor in (plain, x):
+        FOREACH[name](tensor)
+    assert torch.equal(whole(x), plain)

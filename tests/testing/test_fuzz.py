@@ -90,6 +90,8 @@ def _makes_a_step(row, seed):
     growth._add_leaves([hand.new((3, 4), torch.float64, grad=True)])
     growth._add_leaves([hand.new((2, 2, 3), torch.float32, grad=False)])
     growth._add_leaves([hand.new((3,), torch.int64)])
+    growth._add_leaves([hand.new((2,), torch.complex128, grad=False)])
+    growth._try(Draft("v0.sin().sum().backward()", statement=True))
     growth._try(Draft("v0.t()"))
     growth._try(Draft("w.full_tensor(v0)", local=True))
     try:
@@ -456,6 +458,7 @@ KINK = _program(
         (_program("v1 = v0.diagonal()", "v0.copy_(v1)"), OVERLAP),
         (_program("v1 = v0.as_strided((4,), (2,))", "v0.add_(v1)"), OVERLAP),
         (_program("v1, v2 = torch.tensor_split(v0, 2, -1)", "v0[:, :2].mul_(v0[:, 1:3])"), OVERLAP),
+        (_program("v0.masked_scatter_(v0 > 0.3, v0)"), OVERLAP),
         (_program("v1 = v0[:, :1].expand(4, 4)", "v2, v3 = torch.median(v1, 1)"), MEDIAN),
         (_program("v1 = v0 * 0", "v2, v3 = v1.median(0)"), MEDIAN),
         (

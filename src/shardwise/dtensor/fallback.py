@@ -102,14 +102,16 @@ def _one_by_one(op: Any, *args: Any, **kwargs: Any) -> Any:
     names = [a.name for a in schema.arguments if a.kwarg_only]
     kwargs |= dict(zip(names, args[num_positional:], strict=False))
     args = args[:num_positional]
-    results = [single(*_item(args, i), **_named_item(kwargs, i)) for i in range(len(args[0]))]
-    if writes and not in_place:
-        for tensor, result in zip(args[0], results, strict=True):
+    results = []
+    for number, tensor in enumerate(args[0]):
+        result = single(*_item(args, number), **_named_item(kwargs, number))
+        if not writes:
+            results.append(result)
+            continue
+        if not in_place:
             tensor.copy_(result)
-    if writes:
-        count_writes(args[0])
-        return None
-    return results
+        count_writes([tensor])  # a later one may be a view of the same tensor
+    return None if writes else results
 
 
 #: Single ops of another name: where the second argument is a tensor, and where it is not.

@@ -55,6 +55,8 @@ REASONS = {
 _MEDIANS = frozenset({aten.median.dim, aten.nanmedian.dim})
 _SCATTERS = {aten.diagonal_scatter, aten.select_scatter, aten.slice_scatter}
 _SCATTERS |= {aten.as_strided_scatter}
+#: These read the entries of their source one after another, whichever they write to.
+_BY_COUNT = frozenset({aten.masked_scatter_.default, aten.put_.default})
 _NORM_BACKWARD = aten.native_batch_norm_backward.default
 
 
@@ -138,7 +140,8 @@ def _overlaps(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         writes = argument.alias_info is not None and argument.alias_info.is_write
         (written if writes else read).extend(tensors)
-    return any(_share_some(x, y) for x in written for y in read)
+    same = op not in _BY_COUNT
+    return any(_share_some(x, y, same) for x in written for y in read)
 
 
 def _named(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
@@ -149,12 +152,12 @@ def _named(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[t
             yield argument, kwargs[argument.name]
 
 
-def _share_some(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether entries share memory and are not the same entries in the same places."""
+def _share_some(x: torch.Tensor, y: torch.Tensor, same: bool) -> bool:
+    """Whether entries share memory; with `same`, not if they are the same in the same places."""
     if x.untyped_storage()._cdata != y.untyped_storage()._cdata:
         return False
     ours, theirs = _addresses(x), _addresses(y)
-    return ours != theirs and not set(ours).isdisjoint(theirs)
+    return not (same and ours == theirs) and not set(ours).isdisjoint(theirs)
 
 
 def _addresses(x: torch.Tensor) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from shardwise.testing.fuzz.hand import Row
 from shardwise.testing.fuzz.tables.math import ORDERINGS, POINTWISE, PRODUCTS, REDUCTIONS
 from shardwise.testing.fuzz.tables.nn import AUTOCAST, AUTOGRAD, DOORS, DRAWS, LAYERS
+from shardwise.testing.fuzz.tables.rare import ALGEBRA, RARE_LAYERS, RARE_STEPS
 from shardwise.testing.fuzz.tables.shape import INDEXING, JOINS, VIEWS, WRITES
 
 #: Each family with its share of the steps.
@@ -25,4 +26,7 @@ FAMILIES: dict[str, tuple[int, tuple[Row, ...]]] = {
     "autograd": (8, AUTOGRAD),
     "draws": (4, DRAWS),
     "autocast": (3, AUTOCAST),
+    "algebra": (5, ALGEBRA),
+    "rare layers": (5, RARE_LAYERS),
+    "rare steps": (6, RARE_STEPS),
 }
