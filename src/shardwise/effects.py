@@ -32,11 +32,12 @@ from shardwise._torch.dispatch import with_autograd
 from shardwise._torch.effects import (
     current_compilation,
     is_checkpointed,
+    is_imported,
     let_decide,
+    lower_in_order,
     mark_ordered,
     require_effects,
 )
-from shardwise._torch.inductor import is_imported, lower_in_order
 from shardwise.comm.watch import watch
 from shardwise.core.encode import decode_grid, encode_grid, source_digest
 from shardwise.core.mesh import Grid

@@ -113,11 +113,13 @@ class Names:
                 found[name] = without
         return found
 
-    def require(self) -> None:
-        """Raise if a name without a substitute is missing."""
-        for name, without in self.lacking().items():
-            if not self.known[name][1]:
-                Missing(name, without)()
+    def require(self, without: str | None = None) -> None:
+        """Raise if a name without a substitute is missing; given `without`, one that costs this."""
+        for name, (lost, substitute) in self.known.items():
+            if not substitute and without in (None, lost):
+                found = self.find(name, lost)
+                if isinstance(found, Missing):
+                    found()
 
     def probe(self, check: Callable[[], bool], otherwise: str) -> Probe:
         """Whether all names are there and `check` holds; `otherwise` says what is lost if not."""

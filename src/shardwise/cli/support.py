@@ -20,17 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise import __version__
-from shardwise._torch import (
-    autograd,
-    c10d,
-    compat,
-    dispatch,
-    dynamo,
-    effects,
-    frames,
-    functions,
-    inductor,
-)
+from shardwise._torch import autograd, c10d, compat, dispatch, dynamo, effects, frames, functions
 from shardwise._torch.dispatch import has_kernel
 from shardwise.cli.console import console
 from shardwise.core.placements import short
@@ -49,7 +39,6 @@ INTERNALS = (
     c10d,
     dynamo,
     effects,
-    inductor,
     frames,
 )
 
