@@ -249,7 +249,11 @@ Examples:
 @click.option("--sample", metavar="FILE:NAME", help="A callable that gives batches to measure.")
 @click.option("--seconds", type=float, default=60.0, show_default=True, help="CPU seconds at most.")
 @click.option(
-    "--gap", type=float, default=0.005, show_default=True, help="Relative gap to stop at."
+    "--gap",
+    type=float,
+    default=0.005,
+    show_default=True,
+    help="Relative gap to stop at; plans within it count as equal, but for kernel calls.",
 )
 @click.option("--constants", default="cpu", show_default=True, help="cpu, h200, or a file.")
 @click.option("--calibrate", "calibrate_to", metavar="FILE", help="Measure this machine first.")
