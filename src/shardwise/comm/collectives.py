@@ -10,6 +10,7 @@ Note [Started and finished]
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -428,14 +429,21 @@ def what_ranks_did(mine: str) -> str:
     for rank in range(world.size):
         ranks.setdefault(said.get(rank, ""), []).append(rank)
     silent = ranks.pop("", [])
-    parts = [f"{_ranks(having)} {text}" for text, having in ranks.items()]
+    parts = [_sentence(having, text) for text, having in ranks.items()]
     if silent:
-        parts.append(f"{_ranks(silent)} said nothing: still computing, waiting elsewhere, or ended")
+        text = "said nothing: still computing, waiting elsewhere, or ended"
+        parts.append(_sentence(silent, text))
     return f"What the ranks did: {'; '.join(parts)}."
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}"
+def _sentence(ranks: list[int], text: str) -> str:
+    """
+    >>> _sentence([1], "was in all_reduce"), _sentence([0, 2], "was in all_reduce")
+    ('rank 1 was in all_reduce', 'ranks 0, 2 were in all_reduce')
+    """
+    if len(ranks) == 1:
+        return f"rank {spans(ranks)} {text}"
+    return f"ranks {spans(ranks)} {re.sub('^was ', 'were ', text)}"
 
 
 def lost(error: Exception, what: str) -> CollectiveError:
