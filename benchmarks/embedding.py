@@ -69,8 +69,10 @@ class Turn:
 def cases(wanted: Sequence[str]) -> list[list[Side]]:
     """Groups of sides that take turns with each other."""
     rival = ["torchrec"] if importlib.util.find_spec("torchrec") else []
-    # Where fbgemm is installed, the default uses its kernel for row-wise Adagrad.
-    plain = ["shardwise, torch kernels"] if importlib.util.find_spec("fbgemm_gpu") else []
+    # Where fbgemm is installed, the default uses its kernel for row-wise Adagrad; else a compiled
+    # one, or torch's where there is no compiler.
+    plain = ["shardwise, compiled", "shardwise, torch kernels"]
+    plain = plain if importlib.util.find_spec("fbgemm_gpu") else plain[1:]
     found: dict[str, list[Side]] = {}
     for kind in ("table_wise", "column_wise", "row_wise"):
         for optimizer in ("sgd", "row-wise adagrad"):

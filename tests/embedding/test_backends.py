@@ -1,5 +1,10 @@
 """Kernels behind the seam agree with each other, and with a loop over ids."""
 
+import copy
+import os
+import pickle
+import shutil
+
 import embedding_cases as cases
 import numpy as np
 import pytest
@@ -9,7 +14,7 @@ from torch.testing import assert_close
 from shardwise.embedding import SGD, Adagrad, Adam, Query, RowUpdate, RowWiseAdagrad, Runs
 from shardwise.embedding.stacks import states_like
 from shardwise.errors import ArgumentError
-from shardwise.lookup.backends import torch_kernels
+from shardwise.lookup.backends import compiled, registry, torch_kernels
 from shardwise.lookup.backends import torch_kernels as module
 from shardwise.lookup.backends.registry import make_backend
 
@@ -21,6 +26,8 @@ DECAYING = [type(optimizer)(0.1, weight_decay=0.2) for optimizer in OPTIMIZERS]
 def backend_or_skip(name):
     if name == "fbgemm":
         pytest.importorskip("fbgemm_gpu")
+    if name == "compiled" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        pytest.skip("no C compiler")
     return make_backend(name)
 
 
@@ -67,7 +74,7 @@ def test_lookups_and_gradients(name, weighted, pooled):
     assert_close(torch.zeros(10, 4).index_copy_(0, rows, values), of_weight)
 
 
-@pytest.mark.parametrize("name", ["torch", "fbgemm"])
+@pytest.mark.parametrize("name", ["torch", "fbgemm", "compiled"])
 @each_optimizer
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("pooled", [False, True])
@@ -95,7 +102,7 @@ def test_updates(monkeypatch, name, optimizer, weighted, pooled, product, at_a_t
         assert_close(states[0][key], states[1][key])
 
 
-@pytest.mark.parametrize("name", ["torch", "fbgemm", "auto"])
+@pytest.mark.parametrize("name", ["torch", "fbgemm", "compiled", "auto"])
 @pytest.mark.parametrize("optimizer", DECAYING, ids=lambda o: type(o).__name__)
 def test_rows_that_were_looked_up_decay(name, optimizer):
     """As without decay, with its share added to the gradient by hand; other rows rest."""
@@ -176,6 +183,104 @@ def test_fbgemm_that_is_not_there(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "fbgemm_gpu", None)
     with pytest.raises(ArgumentError, match="pip install fbgemm-gpu-cpu"):
         make_backend("fbgemm")
+
+
+@pytest.mark.parametrize("width", [1, 3, 16, 32, 33, 64, 100, 128, 300])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_compiled_kernel_of_any_width(width, weighted):
+    backend = backend_or_skip("compiled")
+    draw = torch.Generator().manual_seed(width)
+    ids = torch.randint(40, (600,), generator=draw)
+    lengths = torch.full((100,), 6)
+    weights = torch.rand(600, generator=draw, dtype=torch.float64) if weighted else None
+    weight, grad = (torch.randn(n, width, generator=draw) for n in (50, 100))
+    results = []
+    for each in (backend, make_backend("torch")):
+        changed, state = weight.clone(), {"sum": torch.rand(50, generator=draw.manual_seed(1))}
+        rule = RowUpdate(RowWiseAdagrad(0.1), state, 1)
+        each.update(changed, Query(ids, lengths, weights), grad, rule)
+        results.append((changed, state["sum"]))
+    assert_close(*results)
+    assert torch.equal(results[0][0][40:], weight[40:])  # rows that nobody looked up
+
+
+def test_the_compiled_kernel_leaves_what_it_has_not_to_torch():
+    backend, asked = backend_or_skip("compiled"), query()
+    for make in (
+        lambda: (torch.ones(10, 4, dtype=torch.float64), torch.zeros(10, dtype=torch.float64)),
+        lambda: (torch.ones(10, 4, dtype=torch.bfloat16), torch.zeros(10)),
+        lambda: (torch.ones(4, 10).T, torch.zeros(10)),
+    ):
+        results = []
+        for each in (backend, make_backend("torch")):
+            weight, state = make()
+            grad = torch.ones(8, 4, dtype=weight.dtype)
+            each.update(weight, asked, grad, RowUpdate(RowWiseAdagrad(0.1), {"sum": state}, 1))
+            results.append((weight, state))
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+
+
+def test_a_compiled_update_shows_autograd_that_rows_changed():
+    weight = torch.ones(10, 4)
+    backend = backend_or_skip("compiled")
+    before = weight._version
+    rule = RowUpdate(RowWiseAdagrad(0.1), {"sum": torch.zeros(10)}, 1)
+    backend.update(weight, query(), torch.ones(8, 4), rule)
+    assert weight._version > before
+
+
+@pytest.fixture
+def compile_anew(monkeypatch):
+    monkeypatch.setattr(compiled, "_kernel", compiled._kernel.__wrapped__)
+    monkeypatch.delenv("CC", raising=False)
+    return monkeypatch
+
+
+def test_compilers_that_are_not_there_or_fail(compile_anew, tmp_path):
+    compile_anew.setenv("PATH", str(tmp_path))
+    with pytest.raises(ArgumentError, match="found none of cc, gcc and clang"):
+        make_backend("compiled")
+    compile_anew.setenv("CC", "not-there -O1")
+    with pytest.raises(ArgumentError, match=r"not-there -O1 did not compile .*No such file"):
+        make_backend("compiled")
+    failing = tmp_path / "failing"
+    failing.write_text("#!/bin/sh\necho no such option >&2\nexit 1\n")
+    failing.chmod(0o755)
+    compile_anew.setenv("CC", str(failing))
+    with pytest.raises(ArgumentError, match=r"no such option\. Set CC to a C compiler"):
+        make_backend("compiled")
+
+
+@pytest.mark.parametrize("has_compiler", [False, True])
+def test_large_batches_are_compiled_where_there_is_a_compiler(compile_anew, has_compiler):
+    if has_compiler:
+        backend_or_skip("compiled")
+    else:
+        compile_anew.setenv("PATH", os.devnull)
+    compile_anew.setattr(registry, "_COMPILE_FROM", 12)
+    chosen = make_backend("auto")
+    chosen._has_fbgemm = False
+    updates = []
+    at = compiled.CompiledBackend.update
+    compile_anew.setattr(
+        compiled.CompiledBackend, "update", lambda *args: (updates.append(args), at(*args))
+    )
+    results = []
+    for each in (chosen, copy.deepcopy(chosen), pickle.loads(pickle.dumps(chosen))):
+        weight, state = torch.ones(10, 32), {"sum": torch.zeros(10)}
+        each.update(weight, query(), torch.ones(8, 32), RowUpdate(RowWiseAdagrad(0.1), state, 1))
+        results.append(weight)
+    assert len(updates) == 3 * has_compiler
+    assert_close(results[1:], results[:1] * 2)
+    # Not narrow rows, small batches or other optimizers.
+    chosen.update(
+        torch.ones(10, 8), query(), torch.ones(8, 8), RowUpdate(RowWiseAdagrad(0.1), state, 2)
+    )
+    chosen.update(weight, query(), torch.ones(8, 32), RowUpdate(SGD(0.1), {}, 2))
+    compile_anew.setattr(registry, "_COMPILE_FROM", 13)
+    chosen.update(weight, query(), torch.ones(8, 32), RowUpdate(RowWiseAdagrad(0.1), state, 2))
+    assert len(updates) == 3 * has_compiler
 
 
 def test_the_backend_that_chooses_agrees_with_torch():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +11,17 @@ import torch
 
 from shardwise.errors import ArgumentError
 from shardwise.kernels import DTYPES as FUSED_DTYPES
+from shardwise.lookup.backends import compiled
 from shardwise.lookup.backends.backend import Backend, Query, look_up_stacks, update_stacks
 from shardwise.lookup.backends.fbgemm_cpu import FbgemmBackend
 from shardwise.lookup.backends.torch_kernels import TorchBackend, products_of_rows
-from shardwise.lookup.optimizers import RowUpdate, RowWiseAdagrad
+from shardwise.lookup.optimizers import RowUpdate
 
-#: Columns from which on fbgemm updates faster than torch.
-_FBGEMM_WIDTH = 16
+#: Columns from which on row-wise Adagrad in one pass is faster than torch's kernels, which read the
+#: gradients twice.
+_ONE_PASS_WIDTH = 16
+#: Ids in a batch from which on that is worth a compilation.
+_COMPILE_FROM = 1 << 15
 
 
 def make_backend(backend: str | Backend) -> Backend:
@@ -29,11 +34,13 @@ def make_backend(backend: str | Backend) -> Backend:
         return TorchBackend()
     if backend == "fbgemm":
         return FbgemmBackend()
+    if backend == "compiled":
+        return compiled.CompiledBackend()
     if backend == "triton":
         return _triton()
     raise ArgumentError(
-        f"backend={backend!r} is not known: use 'auto', 'torch', 'fbgemm', 'triton', or an object "
-        "with the methods of shardwise.embedding.Backend."
+        f"backend={backend!r} is not known: use 'auto', 'torch', 'fbgemm', 'compiled', 'triton' "
+        "or an object with the methods of shardwise.embedding.Backend."
     )
 
 
@@ -61,8 +68,8 @@ def is_fused(
 
 
 class ByDevice:
-    """The fastest installed kernels: Triton's for tables on a GPU, fbgemm's for those CPU updates
-    that it does faster than torch, torch's for all else."""
+    """The fastest kernels that are there: Triton's for tables on a GPU; for row-wise Adagrad on a
+    CPU fbgemm's, or a compiled one where there is a compiler; torch's for all else."""
 
     name = "auto"
 
@@ -84,9 +91,22 @@ class ByDevice:
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
     ) -> None:
         backend = self.serving(weight, *rule.state.values())
-        if self._has_fbgemm and _fbgemm_is_faster(weight, rule):
-            backend = self._known("fbgemm")
-        backend.update(weight, query, grad, rule)
+        (self._one_pass(weight, query, rule) or backend).update(weight, query, grad, rule)
+
+    def _one_pass(self, weight: torch.Tensor, query: Query, rule: RowUpdate) -> Backend | None:
+        """What does row-wise Adagrad of wide rows in one pass."""
+        if weight.shape[1] < _ONE_PASS_WIDTH or not compiled.takes(weight, rule):
+            return None
+        if self._has_fbgemm:
+            return self._known("fbgemm")
+        return self._compiled if query.ids.shape[0] >= _COMPILE_FROM else None
+
+    @functools.cached_property
+    def _compiled(self) -> Backend | None:
+        try:
+            return make_backend("compiled")
+        except ArgumentError:  # no compiler
+            return None
 
     def look_up_stacks(
         self, weights: Sequence[torch.Tensor], queries: Sequence[Query]
@@ -127,14 +147,3 @@ class ByDevice:
         if name not in self._made:
             self._made[name] = make_backend(name)
         return self._made[name]
-
-
-def _fbgemm_is_faster(weight: torch.Tensor, rule: RowUpdate) -> bool:
-    """Row-wise Adagrad of wide rows: torch's kernels read the gradients twice."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and weight.shape[1] >= _FBGEMM_WIDTH
-        and isinstance(rule.optimizer, RowWiseAdagrad)
-        and not rule.optimizer.weight_decay
-    )
