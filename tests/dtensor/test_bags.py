@@ -228,6 +228,38 @@ def test_bad_offsets(mesh, placement, mode, include_last):
             F.embedding_bag(ids, weight, given, mode=mode, include_last_offset=include_last)
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("placement", [S0, S1, R])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.float32])
+def test_ids_of_other_dtypes_as_on_one_device(mesh, placement, mode, dtype):
+    """Smaller integers are promoted to the dtype of the offsets; ids of two dims have none."""
+    table, ids = torch.randn(ROWS, COLUMNS), torch.tensor([1, 0, 1, 1, 0, 0, 1, 1]).to(dtype)
+    weight, offsets = lay(table, mesh, [placement]), torch.tensor([0, 3, 4])
+    for ids_placement in (R, S0):
+        given = lay(ids, mesh, [ids_placement]), weight, lay(offsets, mesh, [R])
+        if dtype == torch.float32:
+            with pytest.raises(ValueError, match=f"ids are int32 or int64, found {dtype}"):
+                F.embedding_bag(*given, mode=mode)
+        else:
+            expected = F.embedding_bag(ids, table, offsets, mode=mode)
+            torch.testing.assert_close(F.embedding_bag(*given, mode=mode).full_tensor(), expected)
+        if dtype != torch.bool:  # of which torch makes no offsets
+            with pytest.raises(ValueError, match=f"ids are int32 or int64, found {dtype}"):
+                F.embedding_bag(lay(ids.view(4, 2), mesh, [ids_placement]), weight, mode=mode)
+
+
+@pytest.mark.parametrize("placement", [S0, S1, R])
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.complex64])
+def test_weights_of_another_dtype_than_the_table(mesh, placement, trains, dtype):
+    weight = lay(torch.randn(ROWS, COLUMNS), mesh, [placement]).requires_grad_(trains)
+    ids, ones = torch.arange(8).view(4, 2) % ROWS, torch.ones(4, 2, dtype=dtype)
+    for where in (R, S0):
+        given = lay(ones, mesh, [where])
+        with pytest.raises(RuntimeError, match="to have the same type"):
+            F.embedding_bag(lay(ids, mesh, [where]), weight, per_sample_weights=given, mode="sum")
+
+
 def test_plain_offsets_are_refused(mesh):
     weight = lay(torch.randn(ROWS, COLUMNS), mesh, [S0])
     ids = lay(torch.randint(0, ROWS, (6,)), mesh, [R])

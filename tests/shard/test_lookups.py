@@ -436,3 +436,32 @@ def test_inputs_that_do_not_fit(world):
     st = shard_tensor(table(), chunks(0, 0, 1))
     with pytest.raises(ValueError, match=r"shape \(\.\.\., 6\)"):
         F.linear(torch.ones(2, 5, dtype=torch.float64), st)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16])
+def test_ids_of_smaller_integers_are_promoted_as_on_one_device(world, spec, dtype):
+    """To the dtype of the offsets; ids of two dims have none."""
+    ids, offsets = torch.tensor([1, 0, 1, 1]), torch.tensor([0, 3])
+    for make in (F.embedding_bag, lambda *args: F.embedding_bag(*args, mode="max")):
+        expected = make(ids.to(dtype), table(), offsets)
+        found = make(ids.to(dtype), shard_tensor(table(), spec), offsets)
+        for rank in RANKS:
+            torch.testing.assert_close(on_rank(found, rank), expected)
+    with pytest.raises(ValueError, match=f"ids are int32 or int64, found {dtype}"):
+        F.embedding_bag(ids.view(2, 2).to(dtype), shard_tensor(table(), spec))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32, torch.complex64])
+@pytest.mark.parametrize("on", [RANKS, [2]], ids=["all ranks", "one rank"])
+def test_weights_of_another_dtype_than_the_table(world, spec, dtype, on):
+    """An error as on one device, on every rank."""
+    ids, offsets, ones = torch.arange(4), torch.tensor([0, 3]), torch.ones(4, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="to have the same type"):
+        F.embedding_bag(ids, table(), offsets, per_sample_weights=ones.to(dtype), mode="sum")
+    weights = LocalTensor.per_rank(lambda rank: ones.to(dtype) if rank in on else ones)
+    said = f"per_sample_weights have dtype {dtype}, the table torch.float64"
+    st = shard_tensor(table(), spec)
+    with pytest.raises(ValueError, match=said):
+        F.embedding_bag(ids, st, offsets, per_sample_weights=weights, mode="sum")
+    with pytest.raises(ValueError, match=said):
+        F.embedding_bag(ids.view(2, 2), st, per_sample_weights=weights.view(2, 2), mode="sum")

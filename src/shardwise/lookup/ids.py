@@ -84,11 +84,26 @@ def _assert_in_range(num_rows: Any) -> Any:
     return check
 
 
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def promoted(ids: Any, offsets: Any) -> tuple[Any, Any]:
+    """Ids and offsets of bags; those of smaller integers or bools in the dtype of both, as torch's
+    own op takes them.
+
+    >>> [x.dtype for x in promoted(torch.tensor([True, False]), torch.tensor([0]))]
+    [torch.int64, torch.int64]
+    """
+    if ids.dtype in _INTEGERS and offsets.dtype in _INTEGERS:
+        return ids, offsets
+    common = torch.promote_types(ids.dtype, offsets.dtype)
+    return (ids.to(common), offsets.to(common)) if common in _INTEGERS else (ids, offsets)
+
+
 def dtype_fault(integers: Any, name: str) -> str | None:
     """What is wrong with ids or offsets that are not integers."""
     dtype = integers.dtype if isinstance(integers, torch.Tensor) else type(integers).__name__
-    whole = dtype in (torch.int32, torch.int64)
-    return None if whole else f"{name} are int32 or int64, found {dtype}."
+    return None if dtype in _INTEGERS else f"{name} are int32 or int64, found {dtype}."
 
 
 def offsets_fault(offsets: torch.Tensor, num_ids: int) -> str | None:

@@ -341,7 +341,7 @@ def embedding_bag(
         return F.embedding_bag(input, gather_whole(weight), **options, **tensors)
     if not has_values(weight._local):
         return traced(_EMBEDDING_BAG, weight, options, input=input, **tensors)
-    batch = BagBatch(input, offsets, per_sample_weights, include_last_offset, mode)
+    batch = BagBatch(input, offsets, per_sample_weights, include_last_offset, mode, weight.dtype)
     return table_lookup.embedding_bag(lookup, batch)
 
 

@@ -29,7 +29,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.lookup.backends.registry import make_backend
 from shardwise.lookup.engine import Engine
 from shardwise.lookup.exchange import FeatureBags, bags_of_one, combined, ranks_present
-from shardwise.lookup.ids import dtype_fault, offsets_fault
+from shardwise.lookup.ids import dtype_fault, offsets_fault, promoted
 from shardwise.lookup.prefetch import PrefetchedBatch, PrefetchQueue
 from shardwise.lookup.routing import Route
 from shardwise.lookup.scratch import Scratch
@@ -345,14 +345,18 @@ def range_of(ids: torch.Tensor, fault: str | None) -> tuple[int, int]:
     return low, high
 
 
-def batch_fault(ids: Any, offsets: Any, weights: Any, include_last_offset: bool) -> str | None:
-    """What is wrong with a batch of bags, if anything."""
+def batch_fault(
+    ids: Any, offsets: Any, weights: Any, include_last_offset: bool, dtype: torch.dtype
+) -> str | None:
+    """What is wrong with a batch of bags of a table of `dtype`, if anything."""
     if (fault := dtype_fault(ids, "ids")) is not None:
         return fault
     if weights is not None and not isinstance(weights, torch.Tensor):
         return f"per_sample_weights are a tensor, found {type(weights).__name__}."
     if weights is not None and weights.shape != ids.shape:
         return f"per_sample_weights have shape {tuple(weights.shape)}, the ids {tuple(ids.shape)}."
+    if weights is not None and weights.dtype != dtype:
+        return f"per_sample_weights have dtype {weights.dtype}, the table {dtype}."
     if ids.dim() == 2:
         return None if offsets is None else "ids of two dims are one bag per row: no offsets."
     if ids.dim() != 1:
@@ -497,6 +501,8 @@ class BagBatch:
     weights: torch.Tensor | None
     include_last_offset: bool
     mode: str
+    #: That of the table.
+    dtype: torch.dtype
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -508,7 +514,9 @@ class BagBatch:
         ids = next(left)
         offsets = None if self.offsets is None else next(left)
         weights = None if self.weights is None else next(left)
-        fault = batch_fault(ids, offsets, weights, self.include_last_offset)
+        if isinstance(ids, torch.Tensor) and isinstance(offsets, torch.Tensor):
+            ids, offsets = promoted(ids, offsets)
+        fault = batch_fault(ids, offsets, weights, self.include_last_offset, self.dtype)
         if fault is not None:
             nothing = torch.empty(0, dtype=torch.int64)
             return LocalBags(nothing, nothing, fault)

@@ -27,9 +27,17 @@ from shardwise.core.untraced import UntracedFunction, differentiated_once
 from shardwise.dispatch.rule import Call, Choice, CollectiveCost, LocalCall, Rule, Table, table
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.tensor import DTensor, run
-from shardwise.errors import ArgumentError, MixedTensorsError, UnsupportedError
+from shardwise.errors import ArgumentError, BatchError, MixedTensorsError, UnsupportedError
 from shardwise.lookup.exchange import Routing, route
-from shardwise.lookup.ids import has_values, id_range, raise_out_of_range, sharded_axes, widened
+from shardwise.lookup.ids import (
+    dtype_fault,
+    has_values,
+    id_range,
+    promoted,
+    raise_out_of_range,
+    sharded_axes,
+    widened,
+)
 from shardwise.ops.lookup.bag_grads import largest, largest_grad, pooled_grad, sample_grad
 from shardwise.ops.lookup.bag_rules import (
     MODE_MAX,
@@ -527,6 +535,9 @@ def embedding_bag(
         raise ArgumentError(
             f"embedding_bag takes per_sample_weights with mode='sum' only, found mode {mode}."
         )
+    ids, offsets = promoted(ids, offsets)
+    if (fault := dtype_fault(ids, "ids")) is not None:
+        raise BatchError(f"embedding_bag: {fault}")
     given = offsets if isinstance(offsets, DTensor) else None
     ids, offsets, weights = _bagged(ids, offsets, per_sample_weights, include_last_offset)
     padding = _padding(padding_idx, weight)
