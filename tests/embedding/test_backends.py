@@ -232,7 +232,7 @@ def test_a_compiled_update_shows_autograd_that_rows_changed():
 
 @pytest.fixture
 def compile_anew(monkeypatch):
-    monkeypatch.setattr(compiled, "_kernel", compiled._kernel.__wrapped__)
+    monkeypatch.setattr(compiled, "_kernels", compiled._kernels.__wrapped__)
     monkeypatch.delenv("CC", raising=False)
     return monkeypatch
 

@@ -16,7 +16,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,11 +23,18 @@ import torch
 from shardwise.errors import ArgumentError
 from shardwise.lookup.backends.backend import Query
 from shardwise.lookup.backends.torch_kernels import ByRow, TorchBackend, in_parts
+from shardwise.lookup.ids import sorted_with_order
 from shardwise.lookup.optimizers import RowUpdate, RowWiseAdagrad
 
+#: Rows of a table per id of a batch, up to which counting is the faster way to sort.
+_ROWS_PER_ID = 8
 _SOURCE = Path(__file__).with_name("row_wise_adagrad.c")
 _OPTIONS = ["-O3", "-march=native", "-shared", "-fPIC"]
-_POINTERS, _INTEGERS, _NUMBERS = 7, 2, 2
+_POINTER, _INTEGER, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_ARGUMENTS = {
+    "row_wise_adagrad": [*[_POINTER] * 7, *[_INTEGER] * 2, *[_NUMBER] * 2],
+    "sort_by_row": [_POINTER, _INTEGER, _POINTER, _INTEGER, _POINTER, _POINTER],
+}
 
 
 class CompiledBackend(TorchBackend):
@@ -38,7 +44,7 @@ class CompiledBackend(TorchBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        _kernel()  # raises where there is no compiler
+        _kernels()  # raises where there is no compiler
 
     def update(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
@@ -49,7 +55,8 @@ class CompiledBackend(TorchBackend):
         grad = grad.contiguous()
         for part in in_parts(query, weight.shape[0]):
             first, last = part.first_row, part.last_row
-            _update(weight[first:last], part.by_row(query), grad, rule.on(first, last))
+            looked_up = part.by_row(query, functools.partial(_sorted, last - first))
+            _update(weight[first:last], looked_up, grad, rule.on(first, last))
         if not weight.is_inference():
             torch.autograd.graph.increment_version(weight)
 
@@ -65,6 +72,19 @@ def takes(weight: torch.Tensor, rule: RowUpdate) -> bool:
     )
 
 
+def _sorted(num_rows: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `sorted_with_order`."""
+    if num_rows > _ROWS_PER_ID * ids.shape[0]:
+        return sorted_with_order(ids)
+    ids = ids.int()
+    ends = torch.zeros(num_rows, dtype=torch.int32)
+    found, order = torch.empty_like(ids), torch.empty_like(ids)
+    sort = _kernels().sort_by_row
+    pointers = (found.data_ptr(), order.data_ptr())
+    sort(ids.data_ptr(), ids.shape[0], ends.data_ptr(), num_rows, *pointers)
+    return found, order
+
+
 def _update(weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate) -> None:
     optimizer = rule.optimizer
     assert isinstance(optimizer, RowWiseAdagrad), "the only one that the kernel takes"
@@ -73,11 +93,12 @@ def _update(weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: Ro
     row = weight.new_empty(weight.shape[1])
     tensors = (weight, rule.state["sum"], ids, looked_up.bags, weights, grad, row)
     pointers = [None if x is None else x.data_ptr() for x in tensors]
-    _kernel()(*pointers, num_ids, weight.shape[1], optimizer.lr, optimizer.eps)
+    update = _kernels().row_wise_adagrad
+    update(*pointers, num_ids, weight.shape[1], optimizer.lr, optimizer.eps)
 
 
 @functools.cache
-def _kernel() -> Callable[..., None]:
+def _kernels() -> ctypes.CDLL:
     command = shlex.split(os.environ.get("CC", "")) or _installed_compiler()
     with tempfile.TemporaryDirectory() as folder:
         library = str(Path(folder) / "row_wise_adagrad.so")
@@ -88,20 +109,17 @@ def _kernel() -> Callable[..., None]:
                 capture_output=True,
                 text=True,
             )
-            kernel = ctypes.CDLL(library).row_wise_adagrad
+            found = ctypes.CDLL(library)
         except (OSError, subprocess.CalledProcessError) as error:
             said = getattr(error, "stderr", None) or str(error)
             raise ArgumentError(
                 f"backend='compiled': {shlex.join(command)} did not compile the kernel of row-wise "
                 f"Adagrad: {said.strip()}. Set CC to a C compiler, or use backend='torch'."
             ) from error
-    kernel.argtypes = [
-        *[ctypes.c_void_p] * _POINTERS,
-        *[ctypes.c_int64] * _INTEGERS,
-        *[ctypes.c_float] * _NUMBERS,
-    ]
-    kernel.restype = None
-    return kernel
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = arguments, None
+    return found
 
 
 def _installed_compiler() -> list[str]:

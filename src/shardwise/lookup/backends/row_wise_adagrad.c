@@ -85,3 +85,22 @@ void row_wise_adagrad(float *weight, float *state, const int32_t *ids, const int
         update(x, width, sum, weights != 0);
     }
 }
+
+/* Sorts the ids of one table by counting them, and says where each was. `ends` is memory for a
+   number per row, all zero. */
+void sort_by_row(const int32_t *restrict ids, int64_t num_ids, int32_t *restrict ends,
+                 int64_t num_rows, int32_t *restrict sorted, int32_t *restrict order)
+{
+    for (int64_t i = 0; i < num_ids; i++)
+        ends[ids[i]]++;
+    for (int64_t row = 0, sum = 0; row < num_rows; row++) {
+        const int32_t count = ends[row];
+        ends[row] = (int32_t)sum;
+        sum += count;
+    }
+    for (int64_t i = 0; i < num_ids; i++) {
+        const int32_t at = ends[ids[i]]++;
+        sorted[at] = ids[i];
+        order[at] = (int32_t)i;
+    }
+}

@@ -263,13 +263,17 @@ class Part(NamedTuple):
         """The gradients of this part's bags."""
         return _joined(grad, self.bags)
 
-    def by_row(self, query: Query) -> ByRow:
+    def by_row(
+        self,
+        query: Query,
+        sort: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = sorted_with_order,
+    ) -> ByRow:
         """Sort by row; rows are counted from the first, bags are those of the query."""
         mine = self.of(query)
         bags = torch.cat(
             [_bag_of_id(query, *each) for each in zip(self.bags, self.ids, strict=True)]
         )
-        ids, order = sorted_with_order(mine.ids)
+        ids, order = sort(mine.ids)
         weights = None if mine.weights is None else mine.weights.index_select(0, order)
         return ByRow(ids, bags.index_select(0, order), weights)
 
