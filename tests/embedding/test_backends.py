@@ -187,8 +187,10 @@ def test_fbgemm_that_is_not_there(monkeypatch):
 
 @pytest.mark.parametrize("width", [1, 3, 16, 32, 33, 64, 100, 128, 300])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_the_compiled_kernel_of_any_width(width, weighted):
+@pytest.mark.parametrize("counting", [0, 8])
+def test_the_compiled_kernel_of_any_width(monkeypatch, width, weighted, counting):
     backend = backend_or_skip("compiled")
+    monkeypatch.setattr(compiled, "_ROWS_PER_ID", counting)
     draw = torch.Generator().manual_seed(width)
     ids = torch.randint(40, (600,), generator=draw)
     lengths = torch.full((100,), 6)
@@ -202,6 +204,16 @@ def test_the_compiled_kernel_of_any_width(width, weighted):
         results.append((changed, state["sum"]))
     assert_close(*results)
     assert torch.equal(results[0][0][40:], weight[40:])  # rows that nobody looked up
+
+
+def test_counting_sorts_as_torch_does():
+    backend_or_skip("compiled")
+    for num, rows in ((0, 0), (1, 1), (500, 7), (500, 3000)):
+        ids = torch.randint(max(1, rows), (num,), generator=torch.Generator().manual_seed(num))
+        found, order = compiled._sorted(rows, ids)
+        expected = torch.sort(ids, stable=True)
+        assert found.tolist() == expected.values.tolist()
+        assert order.tolist() == expected.indices.tolist()
 
 
 def test_the_compiled_kernel_leaves_what_it_has_not_to_torch():
