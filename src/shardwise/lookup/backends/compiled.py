@@ -29,6 +29,7 @@ from shardwise.lookup.optimizers import RowUpdate, RowWiseAdagrad
 #: Rows of a table per id of a batch, up to which counting is the faster way to sort.
 _ROWS_PER_ID = 8
 _SOURCE = Path(__file__).with_name("row_wise_adagrad.c")
+_TIMEOUT_S = 60
 _OPTIONS = ["-O3", "-march=native", "-shared", "-fPIC"]
 _POINTER, _INTEGER, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
@@ -108,9 +109,11 @@ def _kernels() -> ctypes.CDLL:
                 check=True,
                 capture_output=True,
                 text=True,
+                stdin=subprocess.DEVNULL,
+                timeout=_TIMEOUT_S,
             )
             found = ctypes.CDLL(library)
-        except (OSError, subprocess.CalledProcessError) as error:
+        except (OSError, subprocess.SubprocessError) as error:
             said = getattr(error, "stderr", None) or str(error)
             raise ArgumentError(
                 f"backend='compiled': {shlex.join(command)} did not compile the kernel of row-wise "
