@@ -256,15 +256,20 @@ def test_compilers_that_are_not_there_or_fail(compile_anew, tmp_path):
     compile_anew.setenv("CC", "not-there -O1")
     with pytest.raises(ArgumentError, match=r"not-there -O1 did not compile .*No such file"):
         make_backend("compiled")
-    compile_anew.setattr(compiled, "_TIMEOUT_S", 0.2)
-    for name, does, said in (
-        ("failing", "echo no such option >&2; exit 1", r"no such option\. Set CC to a C compiler"),
-        ("slow", "exec /bin/sleep 9", "slow did not compile .* timed out"),
+    for name, does, timeout_s, said in (
+        (
+            "failing",
+            "echo no such option >&2; exit 1",
+            60,
+            r"no such option\. Set CC to a C compiler",
+        ),
+        ("slow", "exec /bin/sleep 9", 0.2, "slow did not compile .* timed out"),
     ):
         script = tmp_path / name
         script.write_text(f"#!/bin/sh\n{does}\n")
         script.chmod(0o755)
         compile_anew.setenv("CC", str(script))
+        compile_anew.setattr(compiled, "_TIMEOUT_S", timeout_s)
         with pytest.raises(ArgumentError, match=said):
             make_backend("compiled")
 
