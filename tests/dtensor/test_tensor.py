@@ -189,6 +189,10 @@ def test_a_pickle_needs_a_world_that_is_large_enough():
     [
         lambda held, mesh, layout: (("simulated", [p[:1] for p in held[1]], *held[2:]), layout),
         lambda held, mesh, layout: (("simulated", [p.int() for p in held[1]], *held[2:]), layout),
+        lambda held, mesh, layout: (
+            ("simulated", [p.to_sparse() for p in held[1]], *held[2:]),
+            layout,
+        ),
         lambda held, mesh, layout: (("simulated", held[1], held[2], [9] * 4), layout),
         lambda held, mesh, layout: (("simulated", held[1][:1], held[2][:1], [0]), layout),
         lambda held, mesh, layout: (held, (*layout[:2], (80,), *layout[3:])),
@@ -197,7 +201,18 @@ def test_a_pickle_needs_a_world_that_is_large_enough():
         lambda held, mesh, layout: (held, (*layout[:2], (-8,), *layout[3:])),
         lambda held, mesh, layout: (held, (*layout[:3], (1, 1), layout[4])),
     ],
-    ids=["shapes", "dtypes", "places", "ranks", "size", "dim", "axes", "negative", "strides"],
+    ids=[
+        "shapes",
+        "dtypes",
+        "sparse",
+        "places",
+        "ranks",
+        "size",
+        "dim",
+        "axes",
+        "negative",
+        "strides",
+    ],
 )
 def test_a_pickle_that_contradicts_itself_is_refused(mesh, change):
     x = lay(torch.arange(8.0), mesh, [Shard(0)])

@@ -440,6 +440,11 @@ def checked_local(held: Any, layout: Layout) -> torch.Tensor:
                 f"shape {expected}, and the tensor that is there is {part.dtype} of shape "
                 f"{tuple(part.shape)}."
             )
+        if part.layout is not torch.strided:
+            raise LayoutError(
+                f"The file contradicts itself: {layout} is strided, and the tensor that is there "
+                f"at {coordinate} is {part.layout}."
+            )
     return local
 
 
