@@ -211,12 +211,22 @@ def replace_a_sharded_parameter(on_ranks):
     layer(torch.ones(2, 4))
 
 
-def replace_it_and_stay():
-    """The rank that raises goes on without the others, which wait for it."""
-    try:
-        replace_a_sharded_parameter((1,))
-    except shardwise.LayoutError:
-        time.sleep(20)
+def replace_it_and_go_on(axes):
+    """One rank alone replaces a parameter, catches the error, and trains on with the others."""
+    mesh = shardwise.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+    if "tp" in axes:
+        parallel.parallelize_module(layer, mesh, "colwise")
+        mesh = mesh["dp"]
+    parallel.fully_shard(layer, mesh)
+    errors = []
+    for _ in range(2):
+        if dist.get_rank() == 1:
+            for replace in (lambda: setattr(layer, "weight", None), lambda: delattr(layer, "bias")):
+                errors.append(error_of(replace))
+        layer(torch.ones(2, 4)).sum().backward()
+    return errors, layer.weight.grad.full_tensor()
 
 
 def save_against_load(folder):

@@ -839,11 +839,43 @@ def test_modules_that_are_never_called():
         assert fully_shard(list(layers), mesh_of(dp=2))
 
 
-def test_a_changed_parameter():
+WAYS_TO_REPLACE = {
+    "assigned": lambda layer: setattr(layer.up, "weight", nn.Parameter(torch.zeros(10, 8))),
+    "none": lambda layer: setattr(layer.up, "weight", None),
+    "deleted": lambda layer: delattr(layer.up, "weight"),
+    "popped": lambda layer: layer.up._parameters.pop("weight"),
+    "normed": lambda layer: nn.utils.parametrizations.weight_norm(layer.up),
+    "loaded": lambda layer: layer.load_state_dict(Layer().state_dict(), assign=True),
+    "called": lambda layer: torch.func.functional_call(
+        layer, {"up.weight": torch.zeros(10, 8)}, (torch.ones(2, 8),)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", [None, copy.deepcopy], ids=["itself", "a copy"])
+@pytest.mark.parametrize("name", WAYS_TO_REPLACE)
+def test_a_parameter_cannot_be_replaced(name, way):
+    """The module stays as it was, and trains on."""
+    alone = Layer()
+    with shardwise.simulate(2):
+        layer = fully_shard(copy.deepcopy(alone), mesh_of(dp=2))
+        if way is not None:
+            layer = way(layer)
+            layer(torch.ones(2, 8))
+        held = layer.up.weight
+        with pytest.raises((LayoutError, RuntimeError), match=r"'up.weight' is fully sharded, and"):
+            WAYS_TO_REPLACE[name](layer)
+        assert layer.up.weight is held
+        layer(torch.ones(2, 8)).sum().backward()
+        alone(torch.ones(2, 8)).sum().backward()
+        torch.testing.assert_close(whole(held.grad), alone.up.weight.grad)
+
+
+def test_a_parameter_that_was_replaced_behind_its_module():
     with shardwise.simulate(2):
         layer = fully_shard(Layer(), mesh_of(dp=2))
-        layer.up.weight = nn.Parameter(torch.zeros(10, 8))
-        with pytest.raises(LayoutError, match=r"'up.weight' is not the one that fully_shard made"):
+        layer.up._parameters.update(weight=nn.Parameter(torch.zeros(10, 8)))
+        with pytest.raises(LayoutError, match=r"'up.weight' is fully sharded, and its module is g"):
             layer(torch.ones(2, 8))
 
 

@@ -291,6 +291,7 @@ def _close(group: ParameterGroup, found: list[Member]) -> None:
         for member, local in zip(buffer.members, shards, strict=True):
             _replace(group, member, DTensor._wrap(local, member.layout))
     group.parameters.offload_shards()
+    group.parameters.hold()
     follow_all(replaced)
 
 
@@ -330,6 +331,7 @@ def _open(group: ParameterGroup) -> None:
     parameters = group.parameters
     parameters.gather_plainly()
     replaced = [member.parameter for member in parameters.members]
+    parameters.let_go()
     for member, tensor in zip(parameters.members, parameters.tensors(), strict=True):
         made = nn.Parameter(tensor.clone(), requires_grad=member.parameter.requires_grad)
         for owner, name in member.owners:

@@ -94,14 +94,23 @@ class GroupParameters:
         for member in self.members:
             for owner, name in member.owners:
                 found: Any = owner._parameters.get(name)
-                if found is member.parameter or _takes(member, found):
-                    continue
-                raise LayoutError(
-                    f"Parameter {member.name!r} is not the one that fully_shard made: its module "
-                    f"now holds {_described(found)}, and {member.layout!r} was expected. Replace "
-                    "parameters before fully_shard, or copy values into the sharded one: "
-                    "param.copy_(distribute_tensor(x, param.device_mesh, param.placements))."
-                )
+                if found is not member.parameter and not _takes(member, found):
+                    raise _replaced(member, found)
+        self.hold()  # a copy of a module has no such dict
+
+    def hold(self) -> None:
+        """Have the modules keep their sharded parameters."""
+        for member in self.members:
+            for owner, name in member.owners:
+                if type(owner._parameters) is not HeldParameters:
+                    owner.__dict__["_parameters"] = HeldParameters(owner._parameters)
+                owner.__dict__["_parameters"].held[name] = member
+
+    def let_go(self) -> None:
+        """Let the modules take other parameters."""
+        for member in self.members:
+            for owner, _ in member.owners:
+                owner.__dict__["_parameters"] = dict(owner._parameters)
 
     # -- what modules see --------------------------------------------------------------------
 
@@ -138,15 +147,58 @@ class GroupParameters:
         )
 
 
+class HeldParameters(dict[str, Any]):
+    """The parameters of a module of which some are sharded: those cannot be replaced.
+
+    A rank that replaced one would raise in forward, while the others wait for it in a collective.
+    So it is an error where it is done: nothing has changed, and who catches it goes on in step.
+    """
+
+    def __init__(self, parameters: dict[str, Any]) -> None:
+        super().__init__(parameters)
+        self.held: dict[str, Member] = {}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (), None, None, iter(self.items())
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        member = self.held.get(name)
+        if member is not None and value is not member.parameter and not _is_like(member, value):
+            raise _replaced(member, value)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        if name in self.held:
+            raise _replaced(self.held[name], None)
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        if name in self.held:
+            raise _replaced(self.held[name], None)
+        return super().pop(name, *default)
+
+
+def _replaced(member: Member, found: Any) -> LayoutError:
+    return LayoutError(
+        f"Parameter {member.name!r} is fully sharded, and its module is given {_described(found)} "
+        f"in its place, where {member.layout!r} is expected. Replace parameters before "
+        "fully_shard, or copy values into the sharded one: "
+        "param.copy_(distribute_tensor(x, param.device_mesh, param.placements))."
+    )
+
+
+def _is_like(member: Member, x: Any) -> bool:
+    """Whether `x` may take the place of a parameter, as in `load_state_dict(assign=True)`."""
+    return isinstance(x, DTensor) and x._layout is member.layout and x.is_leaf
+
+
 def _takes(member: Member, found: Any) -> bool:
     """Take a new parameter in the layout of the old one, from `load_state_dict(assign=True)`.
 
     Each user of a shared parameter then has a tensor of its own; equal ones are one again.
     """
     held: list[Any] = [owner._parameters.get(name) for owner, name in member.owners]
-    if not all(isinstance(x, DTensor) and x._layout is member.layout for x in held):
-        return False
-    if not all(x.is_leaf for x in held):  # torch.func.functional_call: not to stay
+    if not all(_is_like(member, x) for x in held):
         return False
     if not all(x is found or torch.equal(x, found) for x in held):
         return False
@@ -157,6 +209,8 @@ def _takes(member: Member, found: Any) -> bool:
 
 
 def _described(x: Any) -> str:
+    if x is None:
+        return "nothing"
     if isinstance(x, DTensor):
-        return f"a DTensor in {x._layout!r}"
-    return f"a {type(x).__name__}" + (f" of shape {tuple(x.shape)}" if x is not None else "")
+        return f"a DTensor in {x._layout!r}" + ("" if x.is_leaf else " with a history")
+    return f"a {type(x).__name__} of shape {tuple(x.shape)}"
