@@ -24,6 +24,7 @@ from shardwise import DTensor
 from shardwise.debug import CommDebugMode
 from shardwise.errors import LayoutError
 from shardwise.parallel import fully_shard
+from shardwise.shard import ChunkShardingSpec, shard_parameter
 
 pytestmark = pytest.mark.processes
 
@@ -166,3 +167,16 @@ def test_a_mesh_of_other_ranks(processes):
     found = processes.run(other_ranks)
     assert all(isinstance(each, Failure) for each in found)
     assert {each.kind for each in found} == {LayoutError}
+
+
+def loaded_into_another_order():
+    model = fully_shard(torch.nn.Linear(8, 12, bias=False), mesh_of(dp=4))
+    other = torch.nn.Linear(8, 12, bias=False)
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in (3, 1, 2, 0)])
+    shard_parameter(other, "weight", spec)
+    other.load_state_dict(model.state_dict())
+    return torch.equal(whole(other.weight), whole(model.weight))
+
+
+def test_its_state_loads_into_a_weight_with_ranks_in_another_order(processes):
+    assert processes(loaded_into_another_order) == [True] * 4

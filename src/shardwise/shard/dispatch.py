@@ -136,8 +136,12 @@ def _held_like(target: ShardedTensor, source: Any, kind: type[ShardedTensor]) ->
             return source
         local = move_boxes(source._local, source._tiling, tiling, "copy_")
         return type(target).over(local, tiling)
-    if isinstance(source, DTensor) or tuple(source.shape) != tiling.shape or not source.dim():
+    if tuple(source.shape) != tiling.shape or not source.dim():
         return source
+    if isinstance(source, DTensor):
+        if tiling.natural and source._layout.grid is tiling.grid:
+            return source
+        source = one_for_all(source.full_tensor())
     return type(target).over(shard_whole(source, tiling), tiling)
 
 

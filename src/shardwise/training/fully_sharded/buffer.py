@@ -108,7 +108,7 @@ class FlatBuffer:
         (shape,), parts = self.shapes(place), self.parts
         num_rows, row = rows_of(shape, self.members[0].dim)
         each = -(-num_rows // parts)
-        if is_little((each * parts - num_rows) * row, num_rows * row, parts):
+        if is_little((each * parts - num_rows) * row, num_rows * row):
             return tuple(max(1, each * row) * chunk for chunk in range(1, parts + 1))
         return tuple(min(each * chunk, num_rows) * row for chunk in range(1, parts + 1))
 
@@ -367,7 +367,7 @@ class FlatBuffer:
         """
         sums = [self.gradient_pieces(place, numbers)[1] for place in self._places()]
         if collectives.is_widened(dtype) or all(
-            is_little(self.parts * max(held) - sum(held), sum(held), self.parts) for held in sums
+            is_little(self.parts * max(held) - sum(held), sum(held)) for held in sums
         ):
             return None
 

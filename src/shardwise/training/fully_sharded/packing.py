@@ -21,11 +21,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-#: The share of what is sent that may be padding.
-MOST_PADDING = 0.01
-#: With fewer elements per rank than this one of them is more than that share. Then a number of
-#: elements up to which padding does not matter.
-FEW_EACH, LITTLE = 100, 1 << 12
+#: The share of what is sent that may be padding, and a number of elements up to which more of it
+#: costs less than anything else.
+MOST_PADDING, LITTLE = 0.01, 1 << 12
 #: A number of elements up to which copying across dims does not matter.
 FEW = 1 << 16
 #: A number of elements from which another collective costs less than sending chunk by chunk.
@@ -43,9 +41,9 @@ class FlatPacking:
     dims: dict[int, int]
 
 
-def is_little(padding: int, total: int, parts: int) -> bool:
+def is_little(padding: int, total: int) -> bool:
     """Whether chunks of one length may have so much padding, for `total` elements."""
-    return padding <= (total * MOST_PADDING if total >= FEW_EACH * parts else LITTLE)
+    return padding <= max(LITTLE, total * MOST_PADDING)
 
 
 def rows_of(shape: Sequence[int], dim: int) -> tuple[int, int]:
@@ -71,8 +69,6 @@ def pack(shapes: Sequence[Sequence[int]], parts: int) -> list[FlatPacking]:
 
     >>> pack([(4, 3), (6,)], parts=2)
     [FlatPacking(offsets={0: 0, 1: 12}, ends=(9, 18), dims={0: 0, 1: 0})]
-    >>> pack([(7, 100)], parts=3)
-    [FlatPacking(offsets={0: 0}, ends=(200, 500, 700), dims={0: 0})]
     """
     total = sum(math.prod(shape) for shape in shapes)
     usual = [split_dim(shape, parts) for shape in shapes]
@@ -82,7 +78,7 @@ def pack(shapes: Sequence[Sequence[int]], parts: int) -> list[FlatPacking]:
             for numbers in _divided(shapes, dims, num_buffers):
                 packings = [_packed(each, shapes, dims, parts) for each in numbers]
                 padding = sum(packing.ends[-1] for packing in packings) - total
-                if is_little(padding, total, parts):
+                if is_little(padding, total):
                     return packings
     uneven = [_cut_near(shapes, dims, parts) for dims in (usual, short)]
     return [min(uneven, key=lambda packing: max(lengths_of(packing.ends)))]
