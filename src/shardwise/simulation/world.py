@@ -1,4 +1,4 @@
-"""A simulated world: one process that runs all ranks, or one without values; its faults.
+"""A simulated world: one process that runs all ranks, or one rank without values; its faults.
 
 `torch.distributed` reports a world of the given size, with this process as rank 0. Meshes and
 submeshes are made as usual, and every DTensor made inside holds a LocalTensor. On exit, the state
