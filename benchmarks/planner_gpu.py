@@ -30,8 +30,7 @@ from shardwise.lookup.exchange import FeatureBags
 from shardwise.lookup.messages import pack
 from shardwise.lookup.routing import Route
 from shardwise.planner.calibrate import KernelTiming, draw_batch, fit_kernel
-from shardwise.planner.constants import Constants, Kernel
-from shardwise.planner.costs import Setting
+from shardwise.planner.costs import Constants, Kernel, Setting
 from shardwise.planner.price import price, shard_groups
 from shardwise.planner.workload import workload
 

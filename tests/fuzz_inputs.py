@@ -24,7 +24,7 @@ from shardwise.cli.main import main as shardwise_command
 from shardwise.embedding import Plan, Table
 from shardwise.errors import ShardwiseError
 from shardwise.parallel import load_plan as load_module_plan
-from shardwise.planner.constants import Constants
+from shardwise.planner.costs import Constants
 from shardwise.planner.workload import read_tables
 from shardwise.shard import load_plan as load_sharding_plan
 

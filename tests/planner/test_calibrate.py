@@ -16,8 +16,7 @@ from shardwise.planner.calibrate import (
     sampled,
     step_cases,
 )
-from shardwise.planner.constants import Constants, Kernel
-from shardwise.planner.costs import Setting
+from shardwise.planner.costs import Constants, Kernel, Setting
 from shardwise.planner.workload import with_sample
 
 

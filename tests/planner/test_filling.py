@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardwise.planner.filling import Filler
+from shardwise.planner.local_search import Filler
 from shardwise.planner.problem import ANY, BLOCK, Assignment, Option, Problem
 
 

@@ -20,8 +20,7 @@ from shardwise.embedding import (
 )
 from shardwise.planner import Constants, price, workload
 from shardwise.planner import plan as plan_tables
-from shardwise.planner.constants import Kernel
-from shardwise.planner.costs import Setting
+from shardwise.planner.costs import Kernel, Setting
 from shardwise.planner.price import shard_groups
 from shardwise.planner.workload import with_sample
 from shardwise.simulation.local_tensor import LocalTensor

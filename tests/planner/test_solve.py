@@ -6,7 +6,6 @@ import itertools
 import numpy as np
 import pytest
 
-from shardwise.planner.bound import Bounds
 from shardwise.planner.exact import ExactProblem, find_highs
 from shardwise.planner.packing import Packing
 from shardwise.planner.problem import (
@@ -14,6 +13,7 @@ from shardwise.planner.problem import (
     BLOCK,
     HOST,
     Assignment,
+    Bounds,
     Option,
     Problem,
     simplified,

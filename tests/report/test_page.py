@@ -11,7 +11,7 @@ import report_models
 
 from shardwise.cli.model import explain_step
 from shardwise.comm.collectives import show_bytes
-from shardwise.planner.constants import Constants
+from shardwise.planner.costs import Constants
 from shardwise.report import Case, Mesh, write_html
 from shardwise.report.html import write_page
 

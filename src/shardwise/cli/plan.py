@@ -19,7 +19,7 @@ from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection, Pla
 from shardwise.embedding.plan import EXCHANGE_DTYPES
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.planner.calibrate import calibrate
-from shardwise.planner.constants import check_constants_path
+from shardwise.planner.costs import check_constants_path
 from shardwise.planner.exact import find_highs
 from shardwise.planner.explaining import (
     Comparison,

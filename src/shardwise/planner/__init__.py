@@ -1,6 +1,6 @@
 """The best sharding plan of a collection's tables, with a bound on what a better one could save."""
 
-from shardwise.planner.constants import Constants
+from shardwise.planner.costs import Constants
 from shardwise.planner.planning import PlanResult, plan
 from shardwise.planner.price import Price, price
 from shardwise.planner.solve import NoPlanFits

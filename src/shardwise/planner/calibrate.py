@@ -24,8 +24,7 @@ from shardwise.embedding.plan import Entry, Plan
 from shardwise.launch import launch
 from shardwise.lookup.optimizers import RowWiseAdagrad
 from shardwise.lookup.tiling import Table
-from shardwise.planner.constants import Constants, Kernel
-from shardwise.planner.costs import Setting
+from shardwise.planner.costs import Constants, Kernel, Setting
 from shardwise.planner.price import price
 from shardwise.planner.problem import Array
 from shardwise.planner.workload import Workload, with_sample, workload

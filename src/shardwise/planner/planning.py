@@ -17,11 +17,9 @@ from shardwise.embedding.collection import EmbeddingBagCollection, EmbeddingColl
 from shardwise.embedding.plan import Entry, Plan, check_exchange_dtype
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.lookup.tiling import Table
-from shardwise.planner.bound import Bounds
-from shardwise.planner.constants import Constants
-from shardwise.planner.costs import Setting, SplitKind, table_options
+from shardwise.planner.costs import Constants, Setting, SplitKind, table_options
 from shardwise.planner.price import Price, cores_at_once, price
-from shardwise.planner.problem import Assignment, Problem
+from shardwise.planner.problem import Assignment, Bounds, Problem
 from shardwise.planner.settling import Settling
 from shardwise.planner.solve import NoPlanFits, Progress, Solution, gap_of, solve
 from shardwise.planner.workload import Workload, with_sample, workload

@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwise.errors import LayoutError
-from shardwise.planner.bound import Bound, Bounds
 from shardwise.planner.exact import ExactProblem, find_highs
-from shardwise.planner.filling import Filler
-from shardwise.planner.local_search import Search
+from shardwise.planner.local_search import Filler, Search
 from shardwise.planner.packing import Packing, packed
-from shardwise.planner.problem import Assignment, Problem
+from shardwise.planner.problem import Assignment, Bound, Bounds, Problem
 
 #: Beyond so many columns the exact model is not tried; with several hosts it proves less.
 _MOST_COLUMNS, _MOST_ON_HOSTS = 30_000, 1_100
