@@ -10,7 +10,7 @@ import shardwise
 from shardwise import DTensor, LocalTensor
 from shardwise.parallel import CPUOffloadPolicy, data_parallel, fully_shard, parallelize_module
 from shardwise.simulation.ranks import on_every_rank
-from shardwise.training.fully_sharded import packing
+from shardwise.training.fully_sharded import members
 
 
 def mesh_of(**axes):
@@ -258,11 +258,11 @@ def train_odd(model, batches):
 
 
 def trained_odd(name):
-    little, packing.LITTLE = packing.LITTLE, 0
+    little, members.LITTLE = members.LITTLE, 0
     try:
         return _trained_odd(name)
     finally:
-        packing.LITTLE = little
+        members.LITTLE = little
 
 
 def _trained_odd(name):

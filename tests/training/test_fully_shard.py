@@ -44,7 +44,7 @@ from shardwise.parallel import (
     parallelize_module,
 )
 from shardwise.shard import ChunkShardingSpec, shard_parameter
-from shardwise.training.fully_sharded.packing import lengths_of, pack, rows_of, rows_per_chunk
+from shardwise.training.fully_sharded.members import lengths_of, pack, rows_of, rows_per_chunk
 
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 
@@ -371,7 +371,7 @@ class Wide(nn.Module):
 def test_rows_of_other_dims_and_several_buffers_train_alike(
     num_ranks, many, dim, num_gathers, monkeypatch
 ):
-    monkeypatch.setattr("shardwise.training.fully_sharded.packing.MANY", many)
+    monkeypatch.setattr("shardwise.training.fully_sharded.members.MANY", many)
     alone, batch = Wide(), torch.randn(num_ranks, 128)
     with shardwise.simulate(num_ranks):
         model = fully_shard(Wide(), mesh_of(dp=num_ranks))
@@ -401,7 +401,7 @@ def test_chunks_of_lengths_of_their_own_train_alike(name):
 
 @pytest.mark.parametrize(("num_ranks", "shape"), [(16, (101, 103)), (64, (150, 170))])
 def test_one_weight_on_many_ranks_is_sent_without_padding(num_ranks, shape, monkeypatch):
-    monkeypatch.setattr("shardwise.training.fully_sharded.packing.LITTLE", 0)
+    monkeypatch.setattr("shardwise.training.fully_sharded.members.LITTLE", 0)
     alone = nn.Linear(shape[1], shape[0], bias=False)
     batch = torch.randn(num_ranks, shape[1])
     with shardwise.simulate(num_ranks):
@@ -418,7 +418,7 @@ def test_one_weight_on_many_ranks_is_sent_without_padding(num_ranks, shape, monk
 
 
 def test_a_few_trained_parameters_of_a_group_are_reduced_without_padding(monkeypatch):
-    monkeypatch.setattr("shardwise.training.fully_sharded.packing.LITTLE", 0)
+    monkeypatch.setattr("shardwise.training.fully_sharded.members.LITTLE", 0)
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 16, bias=False))
     model[0].requires_grad_(False)
     batch = torch.randn(8, 64)

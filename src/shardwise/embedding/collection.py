@@ -20,18 +20,19 @@ from shardwise.core.untraced import breaks_graph
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding.batch import prefetch_batch
-from shardwise.embedding.compile import (
+from shardwise.embedding.in_backward import InBackward
+from shardwise.embedding.jagged import Jagged
+from shardwise.embedding.lookup import (
     NOT_KNOWN,
+    CollectionEngine,
     enroll,
     form_of,
     jagged_in_graph,
     lengths_in_graph,
     look_up_in_graph,
     num_bags_in_graph,
+    run_lookup,
 )
-from shardwise.embedding.in_backward import InBackward
-from shardwise.embedding.jagged import Jagged
-from shardwise.embedding.lookup import CollectionEngine, run_lookup
 from shardwise.embedding.plan import Entry, Plan, check_exchange_dtype, describe
 from shardwise.embedding.stacks import (
     Stacks,

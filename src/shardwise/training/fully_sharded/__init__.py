@@ -1,7 +1,6 @@
 """Parameters, gradients and optimizer state in shards over a data axis.
 
-Each file builds on those before it: packing, members, buffer, gathered, gradients, group,
-fully_shard.
+Each file builds on those before it: members, buffer, gradients, group, fully_shard.
 
 Note [Words of fully sharded modules]
 A *member* is a parameter of a *group*. The members of one dtype lie one after another in a

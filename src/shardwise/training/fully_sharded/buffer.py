@@ -24,8 +24,7 @@ from shardwise.core.untraced import without_autocast
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.simulation.ranks import each_rank, localize, one_part, parts_of, roster_of, sized
-from shardwise.training.fully_sharded.members import Member
-from shardwise.training.fully_sharded.packing import is_little, lengths_of, rows_of
+from shardwise.training.fully_sharded.members import Member, is_little, lengths_of, rows_of
 
 #: The lengths of all chunks, by the coordinate of a rank.
 Lengths = Callable[[Coordinate], list[int]]

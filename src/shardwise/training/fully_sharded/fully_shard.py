@@ -39,8 +39,11 @@ from shardwise.training.fully_sharded.members import (
     ShardAxes,
     name_of_replaced,
     note_replaced,
+    pack,
+    rows_of,
+    rows_per_chunk,
+    split_dim,
 )
-from shardwise.training.fully_sharded.packing import pack, rows_of, rows_per_chunk, split_dim
 from shardwise.training.reducer import declare, follow_all
 
 _Modules = TypeVar("_Modules", bound="nn.Module | list[nn.Module]")

@@ -25,8 +25,14 @@ from torch import nn
 from shardwise._torch.autograd import after_backward, in_backward
 from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.errors import LeafError, UnsupportedError
-from shardwise.training.fully_sharded.gathered import SHARDED, STARTED, WHOLE, GroupParameters
-from shardwise.training.fully_sharded.gradients import GroupGradients, RowsInFlight
+from shardwise.training.fully_sharded.gradients import (
+    SHARDED,
+    STARTED,
+    WHOLE,
+    GroupGradients,
+    GroupParameters,
+    RowsInFlight,
+)
 from shardwise.training.fully_sharded.members import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
