@@ -50,6 +50,13 @@ def test_drawn_cases_in_processes():
     assert_right(prove(cases, in_processes=True), num_ok=60)
 
 
+@pytest.mark.processes
+def test_shards_of_tensor_parallel_weights_in_processes():
+    """A process knows the ranks of its own submesh alone."""
+    case = StepCase.parse("bags | tp=2,dp=2 | dp(dp); tp(tp); fs(dp) | freeze, sum | foreach | 475")
+    assert_right(prove([case], in_processes=True), num_ok=1)
+
+
 # What was found to be wrong once, one case each.
 FOUND = {
     "a penalty, and backward of some inputs after others": (

@@ -55,7 +55,10 @@ class Member:
         """The shape of what `rank` holds while it is gathered."""
         if self.whole is None:
             return self.layout.shape
-        return self.whole.local_shape(self.whole.grid.coordinates[rank])
+        grid = self.whole.grid
+        # In a process, a submesh knows its own ranks; others along the data axes hold the same.
+        known = rank if rank in grid.coordinates else grid.world.rank
+        return self.whole.local_shape(grid.coordinates[known])
 
 
 def note_replaced(old: torch.Tensor, name: str) -> None:
