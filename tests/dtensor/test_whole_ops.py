@@ -431,3 +431,20 @@ def test_a_loss_copies_positions_that_are_not_contiguous_as_one_device_does(mesh
 def test_a_mean_over_soft_targets_without_classes_is_nan(mesh):
     scores = shardwise.distribute_tensor(torch.zeros(4, 0, 3), mesh, [Shard(0)])
     assert F.cross_entropy(scores, scores).full_tensor().agreed().isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=repr)
+def test_the_gradient_of_logsigmoid_reads_what_forward_kept(mesh, placement, dtype):
+    """Also where the operand was written to in between, unseen by autograd."""
+    values = torch.randn(8, 3).to(dtype)
+
+    def grad(x):
+        y = F.logsigmoid(x)
+        x.data.mul_(-0.75)
+        (found,) = torch.autograd.grad(y.sin().sum(), x)
+        return found
+
+    sharded = grad(shardwise.distribute_tensor(values.clone(), mesh, [placement]).requires_grad_())
+    one = grad(values.clone().requires_grad_())
+    torch.testing.assert_close(sharded.full_tensor().agreed(), one)

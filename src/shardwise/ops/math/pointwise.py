@@ -111,12 +111,26 @@ def log_sigmoid(x: Any) -> tuple[Any, Any]:
     return (result.contiguous() if x.is_cpu else result), buffer
 
 
+def log_sigmoid_backward(grad: Any, x: Any, buffer: Any) -> Any:
+    """On the CPU from what forward kept, as the kernel does. The decomposition of torch 2.11 reads
+    `x` again, which may have been written to since by `x.data`."""
+    if not x.is_cpu:
+        return decompositions()[aten.log_sigmoid_backward.default](grad, x, buffer)
+    exact = torch.float32 if grad.dtype.itemsize == 2 else grad.dtype
+    negative, small = (x < 0).to(exact), buffer.to(exact)
+    share = small / (1 + small)
+    return (grad.to(exact) * (negative + (1 - 2 * negative) * share)).to(grad.dtype)
+
+
 #: The inputs whose values the op may refuse; see `dispatch.local_call`.
 REFUSED: dict[Any, slice] = dict.fromkeys(DIVISIONS, slice(1, 2))
 
 KERNELS: tuple[tuple[str, Any], ...] = (("sgn", sgn), ("sgn_", sgn_))
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {aten.log_sigmoid_forward.default: log_sigmoid}
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.log_sigmoid_forward.default: log_sigmoid,
+    aten.log_sigmoid_backward.default: log_sigmoid_backward,
+}
 
 
 # -- new tensors like another one ----------------------------------------------------------------

@@ -215,6 +215,8 @@ class Kinks(TorchDispatchMode):
         compares = func.overloadpacket in _COMPARES and len(given) > 1
         if (places or jumps or compares) and not self.found:
             moved += [tree_map(_rounded(seed, apart=compares), (args, kwargs)) for seed in _SEEDS]
+        if compares and not self.found:
+            self.found = _meet(*given[:2])
         before = torch.get_rng_state()
         result = _run(func, args, kwargs)
         if drawn:
@@ -269,6 +271,17 @@ def _next_to_zero(x: torch.Tensor) -> torch.Tensor:
     if not (x.is_floating_point() or x.is_complex()):
         return torch.zeros(())
     return x.abs() <= 16 * torch.finfo(x.dtype).eps
+
+
+def _meet(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether rounding errors may make entries of two tensors equal, or no longer equal."""
+    if x.untyped_storage()._cdata == y.untyped_storage()._cdata:
+        return False
+    if not (x.is_floating_point() and y.is_floating_point()):
+        return False
+    eps = max(torch.finfo(t.dtype).eps for t in (x, y))
+    x, y = x.double(), y.double()
+    return bool(((x - y).abs() <= 8 * eps * torch.maximum(x.abs(), y.abs())).any())
 
 
 #: Ops that return places of entries; some return the entries too.
