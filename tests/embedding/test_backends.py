@@ -295,14 +295,19 @@ def test_large_batches_are_compiled_where_there_is_a_compiler(compile_anew, has_
         results.append(weight)
     assert len(updates) == 3 * has_compiler
     assert_close(results[1:], results[:1] * 2)
-    # Not narrow rows, small batches or other optimizers.
+    # Not narrow rows or other optimizers.
     chosen.update(
         torch.ones(10, 8), query(), torch.ones(8, 8), RowUpdate(RowWiseAdagrad(0.1), state, 2)
     )
     chosen.update(weight, query(), torch.ones(8, 32), RowUpdate(SGD(0.1), {}, 2))
-    compile_anew.setattr(registry, "_COMPILE_FROM", 13)
-    chosen.update(weight, query(), torch.ones(8, 32), RowUpdate(RowWiseAdagrad(0.1), state, 2))
     assert len(updates) == 3 * has_compiler
+    # A small batch does not start the compiler, but uses what is compiled.
+    compile_anew.setattr(registry, "_COMPILE_FROM", 13)
+    other = make_backend("auto")
+    other._has_fbgemm = False
+    for each in (other, chosen):
+        each.update(weight, query(), torch.ones(8, 32), RowUpdate(RowWiseAdagrad(0.1), state, 2))
+    assert len(updates) == 4 * has_compiler
 
 
 def test_the_backend_that_chooses_agrees_with_torch():

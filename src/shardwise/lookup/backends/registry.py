@@ -20,7 +20,7 @@ from shardwise.lookup.optimizers import RowUpdate
 #: Columns from which on row-wise Adagrad in one pass is faster than torch's kernels, which read the
 #: gradients twice.
 _ONE_PASS_WIDTH = 16
-#: Ids in a batch from which on that is worth a compilation.
+#: Ids in a batch from which on that is worth a compilation; all later updates use it then.
 _COMPILE_FROM = 1 << 15
 
 
@@ -99,7 +99,8 @@ class ByDevice:
             return None
         if self._has_fbgemm:
             return self._known("fbgemm")
-        return self._compiled if query.ids.shape[0] >= _COMPILE_FROM else None
+        is_compiled = "_compiled" in self.__dict__
+        return self._compiled if is_compiled or query.ids.shape[0] >= _COMPILE_FROM else None
 
     @functools.cached_property
     def _compiled(self) -> Backend | None:
