@@ -75,8 +75,10 @@ class FlatBuffer:
         self.kept: tuple[torch.Tensor, Grid, int] | None = None
         self._pieces: dict[Any, list[FlatPiece]] = {}
         self._ranks = {place: rank for rank, place in grid.coordinates.items()}
+        #: A coordinate for each set of shapes: coordinates may be many, the sets are few.
+        self._places = list({self._shapes_key(place): place for place in self._ranks}.values())
         #: Whether chunks have lengths of their own; see Note [Flat buffers].
-        self.uneven = any(len(set(lengths_of(self.ends(p)))) > 1 for p in self._places())
+        self.uneven = any(len(set(lengths_of(self.ends(p)))) > 1 for p in self._places)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has parameters of its own, which become views of a new shard when they are used.
@@ -95,10 +97,9 @@ class FlatBuffer:
     def shapes(self, place: Coordinate) -> list[tuple[int, ...]]:
         return [member.whole_shape(self._ranks[place]) for member in self.members]
 
-    def _places(self) -> list[Coordinate]:
-        """Coordinates with all the shapes that there are."""
-        places = list(self._ranks)
-        return places if self._ends is None else places[:1]
+    def _shapes_key(self, place: Coordinate) -> tuple[tuple[int, ...], ...] | None:
+        """Equal for coordinates whose chunks and pieces are alike."""
+        return None if self._ends is not None else tuple(self.shapes(place))
 
     def ends(self, place: Coordinate) -> tuple[int, ...]:
         """Where chunks end in the gathered buffer of the rank at this coordinate."""
@@ -113,7 +114,7 @@ class FlatBuffer:
 
     def pieces(self, place: Coordinate) -> list[FlatPiece]:
         """The pieces of all members in all chunks, as the shards lie."""
-        key = None if self._ends is not None else self._ranks[place]
+        key = self._shapes_key(place)
         if key not in self._pieces:
             self._pieces[key] = self._all_pieces(place)
         return self._pieces[key]
@@ -347,7 +348,7 @@ class FlatBuffer:
         self, place: Coordinate, numbers: tuple[int, ...]
     ) -> tuple[list[FlatPiece], list[int]]:
         """The pieces of these members, close together in each chunk, and the lengths of chunks."""
-        key = (numbers, None if self._ends is not None else self._ranks[place])
+        key = (numbers, self._shapes_key(place))
         found: Any = self._pieces.get(key)
         if found is None:
             ends = [0] * self.parts
@@ -364,7 +365,7 @@ class FlatBuffer:
 
         In a group with frozen parameters that may be so though its chunks have one length.
         """
-        sums = [self.gradient_pieces(place, numbers)[1] for place in self._places()]
+        sums = [self.gradient_pieces(place, numbers)[1] for place in self._places]
         if collectives.is_widened(dtype) or all(
             is_little(self.parts * max(held) - sum(held), sum(held)) for held in sums
         ):
