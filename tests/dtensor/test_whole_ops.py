@@ -448,3 +448,34 @@ def test_the_gradient_of_logsigmoid_reads_what_forward_kept(mesh, placement, dty
     sharded = grad(shardwise.distribute_tensor(values.clone(), mesh, [placement]).requires_grad_())
     one = grad(values.clone().requires_grad_())
     torch.testing.assert_close(sharded.full_tensor().agreed(), one)
+
+
+@pytest.mark.filterwarnings("ignore:.*index_reduce")
+@pytest.mark.parametrize("placement", [Replicate(), Shard(1)], ids=repr)
+def test_products_by_index_of_columns_on_ranks_of_their_own(mesh, placement):
+    """torch's kernel fails on bfloat16 slices of one entry."""
+    values, source = torch.randn(5, 4).bfloat16(), torch.randn(2, 4).bfloat16()
+    index = torch.tensor([3, 3])
+    expected = values.clone().index_reduce_(0, index, source, "prod")
+    x = shardwise.distribute_tensor(values.clone(), mesh, [placement])
+    others = [shardwise.distribute_tensor(t, mesh, [Replicate()]) for t in (index, source)]
+    x.index_reduce_(-2, *others, "prod")
+    assert torch.equal(x.full_tensor().agreed(), expected)
+
+
+def test_backward_of_batch_norm_under_autocast_to_another_narrow_dtype(mesh):
+    values = torch.randn(8, 3).half()
+
+    def grad(x):
+        y = F.batch_norm(x, None, None, scale, shift, training=True, eps=0.1)
+        with torch.autocast("cpu", torch.bfloat16):
+            (found,) = torch.autograd.grad((y.float() * weights).sum(), x)
+        return found
+
+    weights, scale, shift = torch.randn(8, 3), torch.rand(3).half(), torch.rand(3).half()
+    one = grad(values.clone().requires_grad_())
+    weights = shardwise.distribute_tensor(weights, mesh, [Shard(0)])
+    scale, shift = (shardwise.distribute_tensor(t, mesh, [Replicate()]) for t in (scale, shift))
+    sharded = grad(shardwise.distribute_tensor(values, mesh, [Shard(0)]).requires_grad_())
+    eps = torch.finfo(torch.float16).eps
+    torch.testing.assert_close(sharded.full_tensor().agreed(), one, rtol=0, atol=2 * eps)

@@ -21,7 +21,7 @@ from shardwise.lookup.optimizers import RowUpdate
 #: gradients twice.
 _ONE_PASS_WIDTH = 16
 #: Ids in a batch from which on that is worth a compilation; all later updates use it then.
-_COMPILE_FROM = 1 << 15
+_COMPILE_FROM = 1 << 12
 
 
 def make_backend(backend: str | Backend) -> Backend:

@@ -16,7 +16,7 @@ import torch
 from shardwise.core.layout import can_name, shard_with
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.core.sizes import lengths
-from shardwise.core.untraced import UntracedFunction
+from shardwise.core.untraced import UntracedFunction, without_autocast
 from shardwise.dispatch.rule import (
     Call,
     Choice,
@@ -232,6 +232,7 @@ def _reduced(x: Any) -> Any:
     return redistribute(x, gradient_layout(x._layout))
 
 
+@without_autocast  # in backward it may meet another narrow dtype
 def _grads(
     grad: Any, x: Any, weight: Any, mean: Any, var: Any, training: bool, eps: float, for_x: bool
 ) -> tuple[Any, Any, Any]:

@@ -305,6 +305,20 @@ def index_fill_choices(call: Call) -> Iterator[Choice]:
     yield from index_write_choices(call, (), sums=False)
 
 
+def index_reduce_choices(call: Call) -> Iterator[Choice]:
+    for choice in index_fill_choices(call):
+        yield replace(choice, local=choice.local or LocalCall(_index_reduce))
+
+
+def _index_reduce(x: Any, dim: int, index: Any, source: Any, reduce: str, **options: Any) -> Any:
+    """torch's op. Its product of narrow floats fails on slices of one entry: those get a second."""
+    op = aten.index_reduce.default
+    if reduce != "prod" or x.dim() < 2 or x.dtype.itemsize != 2 or x.numel() != x.shape[dim]:
+        return op(x, dim, index, source, reduce, **options)
+    x, source = (torch.stack([t, t], -1) for t in (x, source))
+    return op(x, dim % (x.dim() - 1), index, source, reduce, **options)[..., 0].contiguous()
+
+
 # -- in the flattened tensor -----------------------------------------------------------------
 
 
@@ -536,9 +550,10 @@ RULES: Table = table(
     ((aten.index_add.default,), Rule(index_add_choices, "... n, m, ... m -> ... n")),
     ((aten.index_copy.default,), Rule(index_copy_choices, "... n, m, ... m -> ... n")),
     (
-        (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.index_reduce.default),
+        (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor),
         Rule(index_fill_choices, "... n, m -> ... n"),
     ),
+    ((aten.index_reduce.default,), Rule(index_reduce_choices, "... n, m, ... m -> ... n")),
     ((aten.take.default,), Rule(take_choices, "..., m -> m")),
     ((aten.put.default,), Rule(put_choices, "..., m, m -> ...")),
     ((aten.nonzero_static.default,), Rule(whole_choices, "[...] -> [...]")),

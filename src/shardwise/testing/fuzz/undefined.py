@@ -393,8 +393,9 @@ def disturb(state: WorldState, item: Item, exact: WorldState, draw: int = 0) -> 
     """Add rounding errors to results of the item that own their memory.
 
     They are relative to the largest entry, since cancellation may leave such an error in any entry,
-    and pull towards zero: an entry next to zero changes its sign. A zero gets the sign that it does
-    not have in `exact`.
+    and pull towards zero: an entry next to zero changes its sign. Every other draw pushes away from
+    it: an entry below a whole number passes it. A zero gets the sign that it does not have in
+    `exact`.
     """
     if not isinstance(item, Statement):
         return
@@ -419,7 +420,8 @@ def disturb(state: WorldState, item: Item, exact: WorldState, draw: int = 0) -> 
         data = value.data  # autograd does not count this write
         with contextlib.suppress(RuntimeError):  # entries that share memory are left alone
             wide = data.to(_WIDE[data.is_complex()])
-            rounded = wide - 2 * eps * noise * wide.sgn() * wide.abs().amax()
+            error = 2 * eps * noise * wide.sgn() * wide.abs().amax()
+            rounded = wide + error if draw and draw % 2 == 0 else wide - error
             data.copy_(torch.where((data == 0) & (other == 0), -other, rounded))
 
 
