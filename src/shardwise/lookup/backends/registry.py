@@ -22,6 +22,8 @@ from shardwise.lookup.optimizers import RowUpdate
 _ONE_PASS_WIDTH = 16
 #: Ids in a batch from which on that is worth a compilation; all later updates use it then.
 _COMPILE_FROM = 1 << 12
+#: Threads with which torch's kernels are as fast: the compiled one runs in one.
+_COMPILED_THREADS = 2
 
 
 def make_backend(backend: str | Backend) -> Backend:
@@ -99,6 +101,8 @@ class ByDevice:
             return None
         if self._has_fbgemm:
             return self._known("fbgemm")
+        if torch.get_num_threads() > _COMPILED_THREADS:
+            return None
         is_compiled = "_compiled" in self.__dict__
         return self._compiled if is_compiled or query.ids.shape[0] >= _COMPILE_FROM else None
 
