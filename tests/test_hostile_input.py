@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import time
 import tracemalloc
 
 import fuzz_inputs
@@ -11,6 +10,7 @@ import hypothesis
 import pytest
 from fuzz_inputs import PLANS, load_table_plan
 from hypothesis import strategies as st
+from time_limit import cpu_limit
 
 from shardwise import Shard
 from shardwise.core.encode import decode_placement
@@ -154,10 +154,8 @@ def test_meshes_and_placements_as_text(text):
     ],
 )
 def test_placements_are_parsed_in_linear_time(text):
-    begin = time.perf_counter()
-    with pytest.raises(LayoutError, match="is not a placement"):
+    with cpu_limit(1), pytest.raises(LayoutError, match="is not a placement"):
         decode_placement(text)
-    assert time.perf_counter() - begin < 1
 
 
 def test_sizes_of_many_ranks_are_read_back():
@@ -170,10 +168,9 @@ def test_sizes_of_many_ranks_are_read_back():
 def test_names_in_plans_are_bounded(folder):
     content = {"format": "shardwise embedding plan 1", "tables": {"[" * 100_000: "row_wise"}}
     (folder / "plan.json").write_text(json.dumps(content))
-    begin = time.perf_counter()
-    with pytest.raises(LayoutError, match="has 100,000 characters, more than 1,000"):
+    words = "has 100,000 characters, more than 1,000"
+    with cpu_limit(1), pytest.raises(LayoutError, match=words):
         load_table_plan(folder / "plan.json")
-    assert time.perf_counter() - begin < 1
 
 
 def test_a_plan_is_a_regular_file(folder):

@@ -202,7 +202,7 @@ def test_only_regular_files_are_read(tmp_path, saved, kind, place):
         inspect(folder)
     if kind != "folder":
         assert "not a regular file" in refused(folder / name)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
 
 
 def test_a_file_that_claims_a_terabyte_is_not_read(tmp_path, saved):

@@ -92,7 +92,7 @@ def test_whatever_ranks_do_the_launcher_names_it_and_ends_all(first):
             check_error(error, stories)
         finally:
             job.end()
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 60
         assert all(p.was_ended or p.exitcode is not None or p.ending == "done" for p in processes)
         for process in processes:
             process.pipe.close()
