@@ -11,7 +11,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise import LocalTensor
 from shardwise.core.world import current_world
-from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, Table
+from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, RowWiseAdagrad, Table
 from shardwise.lookup import step as one_step
 
 TABLES = [
@@ -387,3 +387,17 @@ def gradients_of_weights(plan):
         mine.weights.requires_grad_()
     loss_of(collection(mine)).backward()
     return mine.weights.grad if rank % 2 else None
+
+
+def copies_beside_a_large_table(num_steps):
+    """In two gloo processes: the copy of a small table, where one rank has a large table too."""
+    mesh = shardwise.init_device_mesh("cpu", (2,))
+    tables = [Table("large", 5000, 32), Table("small", 50, 32)]
+    collection = EmbeddingBagCollection(tables, optimizer=RowWiseAdagrad(0.1))
+    collection.shard(mesh, {"large": {"kind": "table_wise", "rank": 0}, "small": "data_parallel"})
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(num_steps):
+        ids = torch.randint(50, (6464,), generator=generator)
+        lengths = torch.tensor([100] * 64 + [1] * 64)
+        loss_of(collection(Jagged(["large", "small"], ids, lengths=lengths))).backward()
+    return collection.parameter("small").detach().to_local()

@@ -169,3 +169,8 @@ def test_repeated_ids_send_the_same_in_both_worlds(processes, kind):
             for rank in range(4):
                 assert_close(found[rank][1][name][0], parts[rank] if len(parts) == 4 else parts[0])
     assert 4 * sent[4] == sent[16] > 0
+
+
+def test_copies_stay_equal_where_ranks_have_other_tables(two_processes):
+    first, second = two_processes(cases.copies_beside_a_large_table, 5)
+    assert torch.equal(first, second)

@@ -16,6 +16,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding.stacks import Stacks, states_like, whole_of
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.lookup.backends.backend import Backend, Lookups, Query, Rows, update_stacks
+from shardwise.lookup.backends.registry import backend_of_copies
 from shardwise.lookup.exchange import combined
 from shardwise.lookup.optimizers import (
     FusedOptimizer,
@@ -56,6 +57,7 @@ class InBackward:
         self.settings = optimizer
         self.stacks = stacks
         self._backend = backend
+        self._backend_of_copies = backend_of_copies(backend)
         self._states = states_like(stacks, optimizer.states)
         self._columns = SharedColumns(stacks)
         self._holding = False
@@ -168,7 +170,8 @@ class InBackward:
                 done.add(weight.data_ptr())
                 rows = torch.cat([numbers for numbers, _ in found])
                 values = torch.cat([values for _, values in found])
-                self._backend.update(weight, Query(rows, None, None), values, self._rule(place, k))
+                query = Query(rows, None, None)
+                self._backend_of_copies.update(weight, query, values, self._rule(place, k))
 
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace the state by what `fn` returns for it, such as a copy in another dtype."""

@@ -47,6 +47,15 @@ def make_backend(backend: str | Backend) -> Backend:
     )
 
 
+def backend_of_copies(backend: Backend) -> Backend:
+    """The backend of tables that every rank has: it makes the same update on all.
+
+    Which kernels there are differs between hosts, and a kernel is compiled once a batch of this
+    rank was large enough.
+    """
+    return ByDevice(one_pass=False) if type(backend) is ByDevice else backend
+
+
 def _triton() -> Backend:
     if importlib.util.find_spec("triton") is None:
         raise ArgumentError(
@@ -76,7 +85,8 @@ class ByDevice:
 
     name = "auto"
 
-    def __init__(self) -> None:
+    def __init__(self, *, one_pass: bool = True) -> None:
+        self._uses_one_pass = one_pass
         self._torch = TorchBackend()
         self._has_triton = importlib.util.find_spec("triton") is not None
         self._has_fbgemm = importlib.util.find_spec("fbgemm_gpu") is not None
@@ -98,7 +108,9 @@ class ByDevice:
 
     def _one_pass(self, weight: torch.Tensor, query: Query, rule: RowUpdate) -> Backend | None:
         """What does row-wise Adagrad of wide rows in one pass."""
-        if weight.shape[1] < _ONE_PASS_WIDTH or not compiled.takes(weight, rule):
+        if not self._uses_one_pass or weight.shape[1] < _ONE_PASS_WIDTH:
+            return None
+        if not compiled.takes(weight, rule):
             return None
         if self._has_fbgemm:
             return self._known("fbgemm")
