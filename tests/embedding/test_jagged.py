@@ -100,9 +100,30 @@ def test_a_keyed_jagged_tensor_with_a_batch_of_its_own_for_each_feature():
     assert batch.bags("b") == [[], [3, 4], []]
 
 
-def test_a_strided_nested_tensor():
-    with pytest.raises(ArgumentError, match=r"layout torch\.jagged"):
-        Jagged.from_nested({"a": torch.ones(3)})
+@pytest.mark.parametrize(
+    ("bags", "found"),
+    [
+        (torch.ones(3), r"shape \(3,\)"),
+        ([[1]], "list"),
+    ],
+    ids=["flat", "list"],
+)
+def test_what_holds_no_bags(bags, found):
+    with pytest.raises(ArgumentError, match=rf"layout torch\.jagged.*found.*{found}"):
+        Jagged.from_nested({"a": bags})
+
+
+@pytest.mark.parametrize("plan", ["table_wise", "row_wise"])
+def test_a_collection_takes_matrices(plan):
+    a, b = torch.tensor([[1, 2], [3, 0]]), torch.tensor([[4], [5]])
+    tables = [Table("a", 9, 4), Table("b", 9, 4)]
+    alone = cases.make(tables=tables)
+    expected = alone(Jagged.from_lists({"a": a.tolist(), "b": b.tolist()}))
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        found = cases.make(tables=tables).shard(mesh, plan)({"a": a, "b": b})
+        for name, rows in found.items():
+            assert_close(rows, expected[name])
 
 
 @pytest.mark.parametrize(

@@ -211,10 +211,13 @@ class Jagged:
         features: Iterable[str] | None = None,
         weights: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
     ) -> Jagged:
-        """From torch's jagged nested tensors.
+        """From torch's jagged nested tensors, or from matrices: bags of as many ids each.
 
-        One nested tensor holds the bags of all `features`, feature by feature, and is not copied.
-        A nested tensor per feature is joined into one, which copies the ids once.
+        One tensor holds the bags of all `features`, feature by feature, and is not copied.
+        A tensor per feature is joined into one, which copies the ids once.
+
+        >>> Jagged.from_nested({"user": torch.tensor([[7], [2]]), "item": torch.tensor([[8, 9]])})
+        Jagged(user: 2 bags, item: 1 bags; 4 ids)
         """
         if isinstance(nested, torch.Tensor):
             if features is None:
@@ -266,8 +269,8 @@ class Jagged:
         if any(kind.__name__ == "KeyedJaggedTensor" for kind in type(batch).__mro__):
             return Jagged.from_torchrec(batch)
         raise ArgumentError(
-            f"A batch is a Jagged, a dict of jagged nested tensors or a KeyedJaggedTensor; found "
-            f"{type(batch).__name__}."
+            "A batch is a Jagged, a dict of matrices or jagged nested tensors, or a "
+            f"KeyedJaggedTensor; found {type(batch).__name__}."
         )
 
     # -- reading -----------------------------------------------------------------------------
@@ -348,10 +351,16 @@ def _problem(weights: Any, **tensors: torch.Tensor | None) -> str | None:
     return None
 
 
-def _values_and_offsets(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    if not getattr(nested, "is_nested", False) or nested.layout is not torch.jagged:
-        raise ArgumentError(
-            "A nested tensor of layout torch.jagged is needed: "
-            "torch.nested.nested_tensor([...], layout=torch.jagged)."
-        )
-    return nested.values(), nested.offsets()
+def _values_and_offsets(bags: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if getattr(bags, "is_nested", False) and bags.layout is torch.jagged:
+        return bags.values(), bags.offsets()
+    if isinstance(bags, torch.Tensor) and not bags.is_nested and bags.ndim == 2:
+        num_bags, each = bags.shape
+        return bags.reshape(-1), torch.arange(num_bags + 1, device=bags.device) * each
+    found = type(bags).__name__
+    if isinstance(bags, torch.Tensor):
+        found = "a strided nested one" if bags.is_nested else f"one of shape {tuple(bags.shape)}"
+    raise ArgumentError(
+        "Bags are a matrix, (bags, ids in each), or a nested tensor of layout torch.jagged, "
+        f"torch.nested.nested_tensor([...], layout=torch.jagged); found {found}."
+    )
