@@ -45,7 +45,9 @@ def frozen(model):
 
 
 def recomputed(model):
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # Older versions of transformers have the second name only.
+    old = model.gradient_checkpointing_enable
+    getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
 
 
 def in_halves(model, given, labels):
