@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwise
 from shardwise import Shard, distribute_tensor
 from shardwise.core.mesh import grid_like
+from shardwise.embedding import SGD, EmbeddingBagCollection, Table
 from shardwise.errors import UnsupportedError, WorldError
 from shardwise.parallel import (
     ColwiseParallel,
@@ -114,6 +115,56 @@ def uneven_use():
     assert [layer.bias.grad is not None for layer in layers] == [True] * 4 + [False]
     for layer in layers[:4]:
         torch.testing.assert_close(layer.bias.grad, torch.full((4,), 0.5))
+
+
+class Halves(torch.nn.Module):
+    """Two layers, of which an even rank uses both."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x, rank):
+        return self.first(x) if rank % 2 else self.last(self.first(x))
+
+
+class UnevenModel(torch.nn.Module):
+    """Rows of a table, then two modules that ranks use differently."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags = EmbeddingBagCollection([Table("t", 16, 4)], optimizer=SGD(0.1), output="tensor")
+        self.early, self.late = Halves(), Halves()
+
+    def forward(self, rank):
+        ids = torch.randint(16, (3, 2), generator=torch.Generator().manual_seed(rank))
+        return self.late(self.early(self.bags({"t": ids}), rank), rank).pow(2).mean()
+
+
+def uneven_use_beside_other_collectives(declared):
+    """Gradients are sent at other moments on each rank, between exchanges of the table and of other
+    modules of as many parameters."""
+    rank, num = dist.get_rank(), dist.get_world_size()
+    mesh = shardwise.init_device_mesh("cpu", (num,))
+    alone, model = UnevenModel(), UnevenModel()
+    model.bags.shard(mesh, "row_wise")
+    for name in declared:
+        data_parallel(model.get_submodule(name), mesh)
+    for _ in range(3):
+        model.zero_grad()
+        model(rank).backward()
+        with alone.bags.optimizer.hold():
+            alone.zero_grad()
+            for each in range(num):
+                (alone(each) / num).backward()
+        alone.bags.optimizer.step()
+        for name, parameter in alone.named_parameters():
+            mine = model.get_parameter(name)
+            if parameter.grad is None:
+                torch.testing.assert_close(mine.detach().full_tensor(), parameter.detach())
+            else:
+                torch.testing.assert_close(mine.grad, parameter.grad)
 
 
 def tensor_and_data_axes(whole_mesh):

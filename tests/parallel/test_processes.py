@@ -25,6 +25,13 @@ def test_program(processes, program):
     processes(program)
 
 
+@pytest.mark.parametrize(
+    "declared", [[""], ["early", "late"], ["late", "early"]], ids=["model", "parts", "turned"]
+)
+def test_uneven_use_beside_other_collectives(processes, declared):
+    processes(programs.uneven_use_beside_other_collectives, declared)
+
+
 @pytest.mark.parametrize("whole_mesh", [True, False])
 def test_tensor_and_data_axes(processes, whole_mesh):
     processes(programs.tensor_and_data_axes, whole_mesh)

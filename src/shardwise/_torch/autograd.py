@@ -25,7 +25,8 @@ next_node_number: Callable[[], int] = _names.find(
     "collectives of backward are not assigned to modules",
     instead=lambda: 0,
 )
-_graph_task: Callable[[], int] = _names.find(
+#: The number of the backward pass that this thread runs; -1 outside of one.
+current_backward: Callable[[], int] = _names.find(
     "torch._C._current_graph_task_id", "data_parallel() and fully_shard() fail in backward"
 )
 _engine: Any = _names.find(
@@ -105,7 +106,7 @@ def has_siblings(x: torch.Tensor) -> bool:
 
 def in_backward() -> bool:
     """Whether this thread runs a backward pass."""
-    return _graph_task() != -1
+    return current_backward() != -1
 
 
 def after_backward(fn: Callable[[], None]) -> None:

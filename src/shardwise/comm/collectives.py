@@ -27,7 +27,11 @@ from shardwise.core.sizes import lengths
 from shardwise.core.untraced import without_autocast
 from shardwise.core.world import current_world, heard, tell
 from shardwise.errors import CollectiveError, WorldError
-from shardwise.simulation.collectives import name_of_groups, simulated_scatter
+from shardwise.simulation.collectives import (
+    name_of_groups,
+    name_of_new_groups,
+    simulated_scatter,
+)
 from shardwise.simulation.local_tensor import sized_copy
 from shardwise.simulation.ranks import (
     counts_per_rank,
@@ -62,14 +66,41 @@ def group_name(grid: Grid, axis: int) -> str:
         )
     name = grid.group_names[axis]
     if name is None:
-        name = name_of_groups(grid, axis)
-        grid.world.lines[name] = grid.lines(axis)
-        grid.world.axis_names[name] = grid.axis_name(axis)
-        grid.group_names[axis] = name
+        name = grid.group_names[axis] = _noted(name_of_groups(grid, axis), grid, axis)
     elif watch.on:
         # Meshes of the same ranks share a group: watchers see the name of the axis used last.
         grid.world.axis_names[name] = grid.axis_name(axis)
     return name
+
+
+def _noted(name: str, grid: Grid, axis: int) -> str:
+    grid.world.lines[name] = grid.lines(axis)
+    grid.world.axis_names[name] = grid.axis_name(axis)
+    return name
+
+
+#: How many groups along an axis send gradients.
+_GRADIENT_GROUPS = 2
+
+
+def gradient_group(grid: Grid, axis: int) -> str | None:
+    """The name of a group along `axis` that sends gradients alone, of some in turn.
+
+    Note [Groups of gradients]
+    A gradient is sent when a hook finds it, which is at another moment of backward on a rank whose
+    graph is another: where it uses fewer parameters. Among the collectives of backward itself the
+    order would then differ between ranks. So gradients have groups of their own, and the order in
+    those depends on gradients alone. All ranks along the axis make such a group together.
+    """
+    made = grid.gradient_groups[axis]
+    if len(made) < _GRADIENT_GROUPS:
+        new = name_of_new_groups(grid, axis) if grid.shape[axis] > 1 else None
+        if new is None:
+            return None
+        made.append(_noted(new, grid, axis))
+    else:
+        made.append(made.pop(0))
+    return made[-1]
 
 
 #: Dtypes that gloo does not reduce, and the dtype used instead; the same in both worlds.
@@ -135,12 +166,16 @@ def awaited(x: torch.Tensor) -> torch.Tensor:
         raise
 
 
-def start_all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
+def start_all_reduce(
+    x: torch.Tensor, reduce_op: str, grid: Grid, axis: int, group: str | None = None
+) -> torch.Tensor:
+    """Start `all_reduce`, in this group along the axis if it is named."""
     if x.dtype in _REDUCED_AS:
         x = x.to(_REDUCED_AS[x.dtype])
     if grid.shape[axis] == 1:
         return _alone(x)
-    return _all_reduce(x.contiguous(), reduce_op, group_name(grid, axis))
+    own = group_name(grid, axis)  # raises where the world has ended
+    return _all_reduce(x.contiguous(), reduce_op, group or own)
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:

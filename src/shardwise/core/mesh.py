@@ -49,6 +49,7 @@ class Grid:
         "coordinate",
         "coordinates",
         "device_type",
+        "gradient_groups",
         "group_names",
         "hides_writes",
         "lends",
@@ -85,6 +86,8 @@ class Grid:
         self.outside = not world.simulated and self.coordinate is None
         #: Filled by comm: the name of the process group of each axis.
         self.group_names: list[str | None] = [None] * len(self.shape)
+        #: Filled by comm: the names of the groups of each axis that send gradients alone.
+        self.gradient_groups: list[list[str]] = [[] for _ in self.shape]
         #: How often tensors of the mesh were written to, and whether some share memory without
         #: sharing torch's version counter; the same on every rank. See Note [Snapshots follow].
         self.num_writes = 0

@@ -211,6 +211,21 @@ def name_of_groups(grid: Grid, axis: int) -> str:
     return group.group_name
 
 
+def name_of_new_groups(grid: Grid, axis: int) -> str | None:
+    """The name of further process groups along `axis`; all ranks of one make it together.
+
+    None in a simulated world: there all ranks are at the same collective.
+    """
+    if grid.world.simulated:
+        return None
+    mine = grid.mesh.get_group(axis)
+    ranks = dist.get_process_group_ranks(mine)
+    backend = dist.get_backend_config(mine)
+    group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    inherit_timeout(group)
+    return group.group_name
+
+
 def simulated_scatter(
     x: Any, dim: int, sizes: tuple[int, ...] | None, source: int, group: str
 ) -> LocalTensor:

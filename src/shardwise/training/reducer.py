@@ -2,11 +2,12 @@
 
 Note [Buckets]
 Parameters are put into buckets in reverse order, about the order in which backward reaches them. A
-bucket is sent when all its gradients are there and the buckets before it have been sent: all ranks
-start the same collectives in the same order, whatever they used. At the end of backward the rest is
-started, with zeros for gradients that a rank lacks, and all are awaited. Each bucket carries one
-flag per parameter, so a parameter that no rank used keeps no gradient. Row-sparse gradients of
-tables come last: their rows are gathered.
+bucket is sent when all its gradients are there and the buckets before it have been sent, those of
+reducers that began earlier too: all ranks start the same collectives in the same order, whatever
+they used, in groups of their own (Note [Groups of gradients] in `comm.collectives`). At the end of
+backward the rest is started, with zeros for gradients that a rank lacks, and all are awaited. Each
+bucket carries one flag per parameter, so a parameter that no rank used keeps no gradient.
+Row-sparse gradients of tables come last: their rows are gathered.
 
 Note [One reducer for nested modules]
 Declared modules that have parameters in common share a reducer: each gradient is reduced once, over
@@ -24,7 +25,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise._torch.autograd import after_backward, in_backward, own_hook, users_hooks
+from shardwise._torch.autograd import (
+    after_backward,
+    current_backward,
+    in_backward,
+    own_hook,
+    users_hooks,
+)
 from shardwise.comm import collectives
 from shardwise.comm.watch import because, watch
 from shardwise.core.mesh import Grid
@@ -47,6 +54,7 @@ from shardwise.training.buckets import (
     put_back,
 )
 from shardwise.training.contract import (
+    Axis,
     DataAxes,
     Reduction,
     is_used_alike,
@@ -59,6 +67,9 @@ from shardwise.training.contract import (
 _DECLARED = "_declared_module"
 #: The reducer of each parameter, by id; a reducer keeps its parameters alive, so ids are unique.
 _owners: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
+#: The reducers that wait for gradients, in the order in which their first ones arrived; also those
+#: whose last backward raised, until their next forward.
+_begun: list[weakref.ref[Reducer]] = []
 
 
 class DeclaredModule:
@@ -216,6 +227,7 @@ def make_reducer(declared: DeclaredModule) -> None:
     others = {id(d): d for r in reducers for d in r.modules if d is not declared}
     made = Reducer([declared, *others.values()])  # raises before anything is changed
     for reducer in reducers:
+        made.groups = {**reducer.groups, **made.groups}
         reducer.retire()
     made.watch()
 
@@ -241,6 +253,8 @@ class Reducer:
             if found is not None:
                 self.reductions[number] = found
         self.tables = {id(p) for declared in self.modules for p in declared.tables}
+        #: The group of each axis that gradients are reduced along.
+        self.groups: dict[Axis, str | None] = {}
         self.handles: list[Any] = []
         self.known_buckets: dict[Any, tuple[list[Bucket], list[nn.Parameter]]] = {}
         #: Whether plain gradients are still to be compared along tensor axes.
@@ -252,6 +266,10 @@ class Reducer:
     # -- watching ----------------------------------------------------------------------------
 
     def watch(self) -> None:
+        for reduction in dict.fromkeys(self.reductions.values()):
+            for axis in (*reduction.sums, *reduction.means):
+                if axis not in self.groups:
+                    self.groups[axis] = collectives.gradient_group(*axis)
         for declared in self.modules:
             declared.reducer = self
         for number, parameter in self.parameters.items():
@@ -292,7 +310,8 @@ class Reducer:
         self.missing: list[set[int]] = []
         self.sent: list[SentBucket] = []
         self.num_started = 0
-        self.queued = False
+        self.queued, self.backward = False, -1
+        _begun[:] = [each for each in _begun if each() not in (None, self)]
 
     def drop_unfinished(self) -> None:
         """Drop the state of a backward that raised."""
@@ -323,11 +342,22 @@ class Reducer:
         if place is None:
             return
         self.missing[place].discard(id(parameter))
+        for each in _begun:
+            reducer = each()
+            if reducer is None or reducer.backward != self.backward:
+                continue
+            if not reducer._start_complete():
+                break  # what began later waits
+
+    def _start_complete(self) -> bool:
+        """Start the buckets whose gradients are there; whether all buckets are started."""
         while self.num_started < len(self.buckets) and not self.missing[self.num_started]:
             self._start()
+        return self.num_started == len(self.buckets)
 
     def _begin(self) -> None:
-        self.queued = True
+        self.queued, self.backward = True, current_backward()
+        _begun.append(weakref.ref(self))
         self.buckets, self.of_rows = self._current_buckets()
         self.missing = [{id(p) for p in bucket.parameters} for bucket in self.buckets]
         self.number = {id(p): i for i, b in enumerate(self.buckets) for p in b.parameters}
@@ -365,7 +395,7 @@ class Reducer:
                     watch.record(f"gradients of {', '.join(self._names_of(members))}")
                 with torch.no_grad(), because("data_parallel", implicit=False):
                     row = flattened(members, path[0][0], bucket.reduction.share)
-                    row = _start_reduction(row, path[0])
+                    row = self._reduce(row, path[0])
                 self.sent.append(SentBucket(members, path, row))
 
     def _names_of(self, parameters: list[nn.Parameter]) -> list[str]:
@@ -384,7 +414,7 @@ class Reducer:
                 for each in sent:
                     if stage < len(each.collectives):
                         row = collectives.awaited(each.row)
-                        each.row = _start_reduction(row, each.collectives[stage])
+                        each.row = self._reduce(row, each.collectives[stage])
             for each in sent:
                 put_back(each, collectives.awaited(each.row))
             self._reduce_rows(of_rows)
@@ -402,11 +432,16 @@ class Reducer:
                 path = tuple((grid, axis, "sum") for grid, axis in reduction.means)
                 row = flattened(dense, path[0][0], reduction.share)
                 for each in path:
-                    row = collectives.awaited(_start_reduction(row, each))
+                    row = collectives.awaited(self._reduce(row, each))
                 put_back(SentBucket(dense, path, row), row)
             for parameter, kind in zip(members, kinds, strict=True):
                 if kind == ROWS:
                     average_rows(parameter, reduction)
+
+    def _reduce(self, row: torch.Tensor, collective: Collective) -> torch.Tensor:
+        """Start a collective."""
+        grid, axis, op = collective
+        return collectives.start_all_reduce(row, op, grid, axis, self.groups[grid, axis])
 
     def _check(self) -> None:
         """Once: check that plain gradients are equal along tensor axes; see `contract`."""
@@ -415,11 +450,6 @@ class Reducer:
             check_plain_gradients(declared.module)
         if not self.reductions:
             self.retire()
-
-
-def _start_reduction(row: torch.Tensor, collective: Collective) -> torch.Tensor:
-    grid, axis, op = collective
-    return collectives.start_all_reduce(row, op, grid, axis)
 
 
 def _may_be_shared(parameter: torch.Tensor) -> bool:
