@@ -28,7 +28,8 @@ import torch
 
 from shardwise._torch.autograd import current_node
 from shardwise.core.layout import Layout
-from shardwise.dispatch.plan import Entry, Path, at_path, tensor_paths
+from shardwise.dispatch.catalog import Path, at_path, tensor_paths
+from shardwise.dispatch.plan import Entry
 from shardwise.errors import UnsupportedError
 from shardwise.simulation.ranks import parts_of, per_rank
 
