@@ -575,6 +575,16 @@ def norms_with_a_bias_alone(name, rows):
     return [torch.allclose(*pair, atol=1e-4) for pair in zip(*grads, strict=True)]
 
 
+def infinite_factors_of_some_ranks():
+    """Infinity times a sum, where one column of the mesh alone has the infinity."""
+    mesh = square()
+    value, factors = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([2.0, 1.0, 1.0, float("inf")])
+    terms = torch.stack([value, torch.zeros(4)])
+    x = shardwise.distribute_tensor(terms, mesh, [S0, S1]).sum(0)
+    found = x * shardwise.distribute_tensor(factors, mesh, [R, S0])
+    return found.full_tensor().tolist()
+
+
 def op_without_a_rule():
     x = shardwise.ones(4, 4, device_mesh=line(), placements=[S0])
     x.to_sparse()

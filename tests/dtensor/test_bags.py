@@ -285,3 +285,27 @@ def test_backward_refuses_what_a_write_changed_in_the_bags(mode, written):
         whole[written].fill_(0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
+
+
+@pytest.mark.parametrize("trained", ["table", "weights", "both"])
+@pytest.mark.parametrize("written", ["table", "weights", "ids"])
+def test_what_may_be_written_to_before_backward(mesh, trained, written):
+    """A step may update the table first, as on one device, where no gradient reads it."""
+
+    def outcome(place):
+        tensors = {"table": torch.randn(4, 2), "weights": torch.randn(2, 2)}
+        placed = {name: place(x) for name, x in tensors.items()}
+        for name in placed if trained == "both" else [trained]:
+            placed[name].requires_grad_()
+        placed["ids"] = place(torch.tensor([[0, 1], [2, 1]]))
+        out = F.embedding_bag(
+            placed["ids"], placed["table"], mode="sum", per_sample_weights=placed["weights"]
+        )
+        with torch.no_grad():
+            placed[written].mul_(1)
+        try:
+            out.sum().backward()
+        except RuntimeError as error:
+            return "modified by an inplace operation" in str(error)
+
+    assert outcome(lambda x: shardwise.distribute_tensor(x, mesh, [R])) == outcome(torch.clone)

@@ -194,3 +194,34 @@ def test_a_gradient_that_torch_gives_as_plain_zeros(mesh):
     x = distribute_tensor(torch.tensor([1.0, -2, 3, -4]), mesh, [Replicate()]).requires_grad_()
     torch.copysign(x, x.redistribute(placements=[Partial("avg")])).sum().backward()
     torch.testing.assert_close(whole(x.grad), torch.ones(4))
+
+
+RESOLVED = {
+    "conj": lambda x: x.conj().resolve_conj(),
+    "conj twice": lambda x: x.conj().conj().resolve_conj(),
+    "conj, a view": lambda x: x.conj()[1:].resolve_conj(),
+    "adjoint": lambda x: x.view(2, 2).mH.resolve_conj(),
+    "nothing": lambda x: x.resolve_conj().resolve_neg(),
+    "imag of conj": lambda x: x.conj().imag.resolve_neg(),
+    "real of conj": lambda x: x.conj().real.resolve_neg(),
+    "imag": lambda x: x.imag.resolve_neg(),
+    "neg of conj": lambda x: x.conj().resolve_neg(),
+    "ifft": lambda x: torch.fft.ifft(x.real),
+    "ihfft": lambda x: torch.fft.ihfft(x.real),
+    "hfft": lambda x: torch.fft.hfft(x),
+}
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=repr)
+@pytest.mark.parametrize("call", RESOLVED.values(), ids=RESOLVED.keys())
+def test_what_is_resolved_is_a_copy_where_one_device_makes_one(mesh, placement, call):
+    x = distribute_tensor(COMPLEX, mesh, [placement])
+    plain = COMPLEX.clone()
+    for again in (torch.Tensor.resolve_conj, torch.resolve_conj, torch.resolve_neg):
+        ours, theirs = call(x), call(plain)
+        found, expected = again(ours), again(theirs)
+        assert (found is ours) == (expected is theirs)
+        found.mul_(2)
+        expected.mul_(2)
+        for one, other in ((x, plain), (ours, theirs), (found, expected)):
+            torch.testing.assert_close(whole(one), other.resolve_conj().resolve_neg())

@@ -172,3 +172,104 @@ def test_a_mask_without_dims_meets_a_partial(mesh):
             x, distribute_tensor(torch.tensor(mask), mesh, [Replicate()]), values
         )
         assert whole(found) == (values if mask else total)
+
+
+# -- tensors with entries that are not finite ------------------------------------------------
+
+FACTORS = torch.tensor([[math.inf, 1.0, -2.0], [0.5, -math.inf, 3.0], [1.0, 2.0, math.nan]])
+ZEROS = torch.tensor([[0.0, 1.0, -2.0], [0.5, -0.0, 3.0], [1.0, 2.0, 0.0]])
+SUM = torch.tensor([[1.0, 2.0, -3.0], [4.0, 0.0, 5.0], [-6.0, 7.0, 8.0]])
+
+PRODUCTS = {
+    "mul": torch.mul,
+    "mul, swapped": lambda s, f: f * s,
+    "mul by a row": lambda s, f: s * f[0],
+    "mul_": lambda s, f: s.clone().mul_(f),
+    "foreach": lambda s, f: torch._foreach_mul([s, s], [f, f])[1],
+    "mm": torch.mm,
+    "mm, swapped": lambda s, f: f @ s,
+    "bmm": lambda s, f: torch.bmm(s[None], f[None]),
+    "mv": lambda s, f: s @ f[0],
+    "dot": lambda s, f: torch.dot(s[0], f[0]),
+    "outer": lambda s, f: torch.outer(s[0], f[0]),
+    "linear": F.linear,
+    "linear with a bias": lambda s, f: F.linear(s, f, s[0]),
+    "addmm": lambda s, f: torch.addmm(s, s, f),
+    "einsum": lambda s, f: torch.einsum("ij,ij->i", s, f),
+    "bilinear": lambda s, f: F.bilinear(s, s, f[None]),
+    "conv": lambda s, f: F.conv1d(s[None], f[:, :, None]),
+    "complex": lambda s, f: torch.view_as_real(torch.complex(s.double(), s.double()) * f),
+    "div by inf": torch.div,
+}
+DIVISIONS = {
+    "div": torch.div,
+    "div by a row": lambda s, f: s / f[0],
+    "div_": lambda s, f: s.clone().div_(f),
+    "foreach": lambda s, f: torch._foreach_div([s, s], [f, f])[1],
+    "by integers": lambda s, f: s / (f == 0).long(),
+    "by bools": lambda s, f: s / (f == 0),
+    "by what is nearly zero": lambda s, f: s / f.masked_fill(f == 0, 1e-40),
+    "by complex numbers": lambda s, f: torch.view_as_real(
+        s.double() / torch.complex(f.double(), f.double())
+    )[..., 0],
+}
+MET = [(name, f, FACTORS) for name, f in PRODUCTS.items()]
+MET += [(name, f, ZEROS) for name, f in DIVISIONS.items()]
+
+
+@pytest.mark.parametrize(("call", "factors"), [m[1:] for m in MET], ids=[m[0] for m in MET])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_partial_meets_a_tensor(mesh, call, factors, dtype):
+    values, factors = SUM.to(dtype), factors.to(dtype)
+    terms = torch.stack([values * n for n in (0, 2, 0, -1)])
+    s = distribute_tensor(terms, mesh, [Shard(0)]).sum(0)
+    f = distribute_tensor(factors, mesh, [Replicate()])
+    assert s.placements == (Partial(),)
+    for _ in range(2):  # planned, and known
+        torch.testing.assert_close(whole(call(s, f)), call(values, factors), equal_nan=True)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
+@pytest.mark.parametrize("call", [torch.mul, torch.mm], ids=["mul", "mm"])
+def test_factors_sharded_along_another_axis(square, call, placement):
+    terms = torch.stack([SUM * 2, -SUM])
+    s = distribute_tensor(terms, square, [Shard(0), Replicate()]).sum(0)
+    f = distribute_tensor(FACTORS, square, [Replicate(), placement])
+    torch.testing.assert_close(whole(call(s, f)), call(SUM, FACTORS), equal_nan=True)
+    torch.testing.assert_close(whole(call(f, s)), call(FACTORS, SUM), equal_nan=True)
+
+
+def test_only_factors_that_are_not_finite_cost_communication(mesh):
+    s = distribute_tensor(TERMS, mesh, [Shard(0)]).sum(0)
+    for value, expected in ((2.0, 0), (math.inf, 1), (3e38, 0)):
+        f = distribute_tensor(torch.full((3,), value), mesh, [Replicate()])
+        with CommDebugMode() as comm:
+            found = s * f
+        assert (found.placements, comm.get_total_counts()) == ((Partial(),), expected)
+    for value, expected in ((2.0, 0), (-2.0, 0), (0.0, 1)):
+        f = distribute_tensor(torch.full((3,), value), mesh, [Replicate()])
+        with CommDebugMode() as comm:
+            found = s / f
+        assert (found.placements, comm.get_total_counts()) == ((Partial(),), expected)
+
+
+def test_a_number_beside_a_product_of_shards(mesh):
+    x, y = torch.ones(2, 4), torch.ones(4, 2)
+    bias = torch.tensor([[1.0, -2.0], [3.0, 0.0]])
+    operands = [
+        distribute_tensor(t, mesh, [p])
+        for t, p in ((bias, Replicate()), (x, Shard(1)), (y, Shard(0)))
+    ]
+    for how in ({"alpha": math.inf}, {"beta": math.inf}, {"alpha": 2.0, "beta": -math.inf}):
+        found, expected = torch.addmm(*operands, **how), torch.addmm(bias, x, y, **how)
+        torch.testing.assert_close(whole(found), expected, equal_nan=True)
+
+
+def test_weights_of_a_bag(mesh):
+    ids, weights = torch.tensor([[0, 1, 2]]), torch.tensor([[math.inf, 1.0, 2.0]])
+    terms = torch.stack([SUM * n for n in (0, 2, 0, -1)])
+    table = distribute_tensor(terms, mesh, [Shard(0)]).sum(0)
+    placed = [distribute_tensor(t, mesh, [Replicate()]) for t in (ids, weights)]
+    found = F.embedding_bag(placed[0], table, mode="sum", per_sample_weights=placed[1])
+    expected = F.embedding_bag(ids, SUM, mode="sum", per_sample_weights=weights)
+    torch.testing.assert_close(whole(found), expected, equal_nan=True)

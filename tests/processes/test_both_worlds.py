@@ -162,3 +162,9 @@ def test_half_precision_moves_under_autocast(processes):
 def test_norms_with_a_bias_and_no_weight(processes, name, rows):
     found = processes(programs.norms_with_a_bias_alone, name, rows, timeout_s=30)
     assert found == [[True, True]] * 4
+
+
+def test_infinite_factors_of_some_ranks(processes):
+    expected = [2.0, 2.0, 3.0, float("inf")]
+    assert processes(programs.infinite_factors_of_some_ranks) == [expected] * 4
+    assert processes(programs.sum_over_ranks) == [[6]] * 4

@@ -1,4 +1,4 @@
-"""The catalog of rules, rules that a program registers, and variants of an op."""
+"""The catalog of rules, rules that a program registers, variants and arguments of an op."""
 
 from __future__ import annotations
 
@@ -350,3 +350,19 @@ def in_order(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def plain_op(op: Any) -> Any:
     """The op that a Positional stands for; any other op itself."""
     return op.op if isinstance(op, Positional) else op
+
+
+#: The position of a tensor in the arguments, and its index if it is inside a list.
+Path = tuple[int, ...]
+
+
+def tensor_paths(args: Sequence[Any]) -> Iterator[Path]:
+    for i, arg in enumerate(args):
+        if isinstance(arg, (Layout, torch.Tensor)):
+            yield (i,)
+        elif isinstance(arg, (list, tuple)):
+            yield from ((i, j) for j, a in enumerate(arg) if isinstance(a, (Layout, torch.Tensor)))
+
+
+def at_path(args: Sequence[Any], path: Path) -> Any:
+    return args[path[0]] if len(path) == 1 else args[path[0]][path[1]]

@@ -1,17 +1,10 @@
-"""make_entry: plans an op call, given the layouts of its tensors; Entry: the plan, in a cache.
-
-Note [Factors of a Partial]
-Infinity times a sum is infinite, but times its terms it may be NaN: a term may be zero, or have the
-other sign. Plans ignore the values of floats, so a call that passes a Partial and a number through
-an op checks the number when it runs (`bounded`). So is a tensor without dims, on the CPU. Larger
-ones are not read: such a product is NaN where one device's is infinite.
-"""
+"""make_entry: plans an op call, given the layouts of its tensors; Entry: the plan, in a cache."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,121 +17,26 @@ from shardwise.core.placements import REPLICATE
 from shardwise.core.sizes import unrecorded
 from shardwise.core.world import world_caches
 from shardwise.dispatch.catalog import (
+    Path,
+    at_path,
     find_rule,
-    functional_twin,
     plain_op,
     rule_caches,
+    tensor_paths,
     written_inputs,
 )
+from shardwise.dispatch.factors import bounded
 from shardwise.dispatch.infer import outputs_of
 from shardwise.dispatch.local_call import fastest, local_call
 from shardwise.dispatch.propagate import CallPlan, forbid_move, propagate, unsupported
 from shardwise.dispatch.rule import Call, TensorMeta
-from shardwise.dispatch.wrapped import count_on_lent, is_partial, reduced_layout, reduced_once
+from shardwise.dispatch.wrapped import count_on_lent, reduced_once
 from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.lookup.ids import has_values
-from shardwise.redistribute.execute import Run, prepare
-from shardwise.redistribute.steps import Step, find_steps
-from shardwise.simulation.ranks import my_coordinate, no_values, parts_of
+from shardwise.redistribute.execute import prepare
+from shardwise.redistribute.steps import Step
+from shardwise.simulation.ranks import my_coordinate, no_values
 
 aten = torch.ops.aten
-_Tensor = torch.Tensor
-_DIVISIONS = frozenset({aten.div.Tensor, aten.div.Scalar})
-
-
-def bounded(
-    call: Callable[..., Any], plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Callable[..., Any]:
-    """`call`, which reduces its operands first where a number among them is not finite."""
-    if not isinstance(plan.op, OpOverload) or plan.local is not None:
-        return call
-    if len(plan.outputs) != 1 or not is_partial(plan.outputs[0]):
-        return call
-    fits = _fits(plan.op, plan.outputs[0].dtype)
-    if fits is None or any(isinstance(arg, (list, tuple)) and _has_tensors(arg) for arg in args):
-        return call
-    tensors = [i for i, arg in enumerate(args) if isinstance(arg, (Layout, _Tensor))]
-    moved = dict(zip(tensors, plan.inputs, strict=True))
-    positions = [i for i, arg in enumerate(args) if _is_watched(moved.get(i, arg), fits)]
-    names = [name for name, arg in kwargs.items() if _is_watched(arg, fits)]
-    if not positions and not names:
-        return call
-    reduced: list[Callable[..., Any]] = []
-
-    def run(*operands: Any, **options: Any) -> Any:
-        for i in positions:
-            if not _may_apply(fits, operands[i]):
-                break
-        else:
-            if not names or all(fits(options[name]) for name in names):
-                return call(*operands, **options)
-        if not reduced:
-            reduced.append(_reducing(call, plan, args))
-        return reduced[0](*operands, **options)
-
-    return run
-
-
-def _fits(op: Any, dtype: torch.dtype) -> Callable[[Any], bool] | None:
-    """A check whether a number may be applied to terms of this dtype; None where all may."""
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return None
-    # Kernels compute with narrow types in single precision.
-    wide = dtype in (torch.float64, torch.complex128)
-    limits = torch.finfo(torch.float64 if wide else torch.float32)
-    largest, smallest = limits.max, limits.smallest_normal
-    if op in _DIVISIONS or functional_twin(op) in _DIVISIONS:
-        return lambda number: abs(number) >= smallest
-    return lambda number: abs(number) <= largest
-
-
-def _has_tensors(items: Sequence[Any]) -> bool:
-    return any(isinstance(item, (Layout, _Tensor)) for item in items)
-
-
-def _may_apply(fits: Callable[[Any], bool], operand: Any) -> bool:
-    if not isinstance(operand, _Tensor):
-        return fits(operand)
-    if operand.device.type != "cpu" or not has_values(operand):
-        return True
-    return all(fits(part.item()) for part in parts_of(operand))
-
-
-def _is_watched(arg: Any, fits: Callable[[Any], bool]) -> bool:
-    """Whether a number is not in the cache key, or is and does not fit."""
-    if isinstance(arg, Layout):
-        return not arg.shape and not is_partial(arg)
-    return isinstance(arg, (float, complex)) or (isinstance(arg, int) and not fits(arg))
-
-
-def _reducing(call: Callable[..., Any], plan: CallPlan, args: Sequence[Any]) -> Callable[..., Any]:
-    """`call` on reduced operands; its result becomes Partial again."""
-    tensors = [i for i, arg in enumerate(args) if isinstance(arg, (Layout, torch.Tensor))]
-    moves: list[tuple[int, Sequence[Step], Layout, Run]] = []
-    for position, layout in zip(tensors, plan.inputs, strict=True):
-        if is_partial(layout):
-            target = reduced_layout(layout)
-            steps = find_steps(layout, target)
-            moves.append((position, steps, target, prepare(steps)))
-    out = plan.outputs[0]
-    as_terms = prepare(find_steps(reduced_layout(out), out))
-    written = written_inputs(plan.op)
-
-    def run(*operands: Any, **options: Any) -> Any:
-        whole = list(operands)
-        for position, steps, target, reduce in moves:
-            if watch.strict:
-                forbid_move(plan.op, position, steps, target)
-            with because(plan.op, implicit=True):
-                whole[position] = reduce(operands[position])
-        terms = as_terms(call(*whole, **options))
-        return operands[written[0]].copy_(terms) if written else terms
-
-    return run
-
-
-#: The position of a tensor in the arguments, and its index if it is inside a list.
-Path = tuple[int, ...]
 
 
 def make_entry(
@@ -176,7 +74,8 @@ def make_entry(
         binding = fastest(op, args, kwargs, shape)
     if op is torch.ops.aten.view.default and plan.outputs[0].snapshot:
         binding = torch.Tensor.reshape  # a copy may have other strides than the global ones
-    entry.call = bounded(local_call(op, plan, binding), plan, args, kwargs)
+    call_local = functools.partial(local_call, op, binding=binding)
+    entry.call = bounded(call_local, plan, args, kwargs)
     if written and plan.local is not None:
         check_written_once(op, layouts[fixed[0]])
         entry.call = _written_back(entry.call, written[0])
@@ -258,18 +157,6 @@ def check_written_once(op: Any, layout: Layout) -> None:
                     "itself, or clone() this one first."
                 )
             reach += stride * (size - 1)
-
-
-def tensor_paths(args: Sequence[Any]) -> Iterator[Path]:
-    for i, arg in enumerate(args):
-        if isinstance(arg, (Layout, torch.Tensor)):
-            yield (i,)
-        elif isinstance(arg, (list, tuple)):
-            yield from ((i, j) for j, a in enumerate(arg) if isinstance(a, (Layout, torch.Tensor)))
-
-
-def at_path(args: Sequence[Any], path: Path) -> Any:
-    return args[path[0]] if len(path) == 1 else args[path[0]][path[1]]
 
 
 def _symbolic_arguments(args: Sequence[Any]) -> bool:

@@ -21,14 +21,19 @@ from shardwise._torch.dispatch import OpOverload
 from shardwise._torch.functions import tree_leaves, tree_map
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Partial
-from shardwise.dispatch.catalog import in_order, positional, with_arguments, written_inputs
+from shardwise.dispatch.catalog import (
+    in_order,
+    positional,
+    tensor_paths,
+    with_arguments,
+    written_inputs,
+)
 from shardwise.dispatch.infer import check_target_dtypes, faked
 from shardwise.dispatch.plan import (
     Entry,
     check_written_once,
     make_entry,
     mover,
-    tensor_paths,
     wraps_all,
 )
 from shardwise.dispatch.propagate import CallPlan

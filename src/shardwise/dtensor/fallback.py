@@ -23,13 +23,15 @@ from shardwise.core.layout import Layout, make_layout
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE
 from shardwise.dispatch.catalog import (
+    at_path,
     find_rule,
     has_unknown_shape,
     plain_op,
     rule_caches,
+    tensor_paths,
     written_inputs,
 )
-from shardwise.dispatch.plan import Entry, at_path, check_writable, mover, on_one_mesh, tensor_paths
+from shardwise.dispatch.plan import Entry, check_writable, mover, on_one_mesh
 from shardwise.dispatch.propagate import CallPlan, forbid_move
 from shardwise.dispatch.variants import FUSED_STEPS, UNSCALE, count_writes, is_foreach
 from shardwise.dispatch.wrapped import Wrapped, reduced_layout, remember

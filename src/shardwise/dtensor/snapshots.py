@@ -28,7 +28,8 @@ import torch
 
 from shardwise._torch.autograd import current_node
 from shardwise.core.layout import Layout
-from shardwise.dispatch.plan import Entry, Path, at_path, tensor_paths
+from shardwise.dispatch.catalog import Path, at_path, tensor_paths
+from shardwise.dispatch.plan import Entry
 from shardwise.errors import UnsupportedError
 from shardwise.simulation.ranks import parts_of, per_rank
 
@@ -218,6 +219,16 @@ class Source:
             )
 
     @property
+    def bits(self) -> tuple[bool, bool]:
+        """Whether one device puts off the conjugate, and the sign, with a bit of the tensor."""
+        conjugate, negative = (False, False) if self._above is None else self._above[0].bits
+        op = self._take.op if isinstance(self._take, View) else None
+        if op is aten.select.int and conjugate and not self._layout.dtype.is_complex:
+            # The real part, or the imaginary one, of which one device puts off the sign.
+            return False, negative != bool(self._take.rest[1])  # type: ignore[attr-defined]
+        return conjugate != (op is aten._conj.default), negative != (op is aten._neg_view.default)
+
+    @property
     def writable(self) -> bool:
         """Whether a value of the snapshot can be written to the memory."""
         if len(self.held) > 1 or not isinstance(self._take, View) or not self._take.undoable:
@@ -266,6 +277,18 @@ def current(x: Any) -> torch.Tensor:
         source.refresh(x)
         x._local = source.held[number]
     return x._local
+
+
+def resolve_conj(x: Any) -> Any:
+    """`x`; a copy where one device makes one, to conjugate what it has put off."""
+    known = x.__dict__.get(SOURCE)
+    return x.clone() if known is not None and known[0].bits[0] else x
+
+
+def resolve_neg(x: Any) -> Any:
+    """`x`; a copy where one device makes one, to negate what it has put off."""
+    known = x.__dict__.get(SOURCE)
+    return x.clone() if known is not None and known[0].bits[1] else x
 
 
 def may_write(x: Any) -> bool:

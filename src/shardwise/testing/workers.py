@@ -70,25 +70,50 @@ def ask(
     errors: list[str] = []
     drain = threading.Thread(target=lambda: errors.extend(worker.stderr or ()))
     drain.start()
-    late = threading.Event()
-
-    def stop() -> None:
-        late.set()
-        worker.kill()
-
+    patience = _Patience(timeout_s, worker.kill)
     for name in names:
-        timer = threading.Timer(timeout_s, stop)
-        timer.start()
+        patience.renew()
         line = worker.stdout.readline()
-        timer.cancel()
         if line:
             yield name, line
             continue
+        patience.end()
         _close(worker, drain)
-        why = f"no answer in {timeout_s:.0f} s" if late.is_set() else "".join(errors)[-300:]
-        yield name, Lost(why, late.is_set())
+        late = patience.lost
+        why = f"no answer in {timeout_s:.0f} s" if late else "".join(errors)[-300:]
+        yield name, Lost(why, late)
         return
+    patience.end()
     _close(worker, drain)
+
+
+class _Patience:
+    """Calls `stop` when `limit_s` have passed since it was renewed.
+
+    Counted in short waits: while this process is stopped, so are its workers, and no time passes.
+    """
+
+    TICKS = 20
+
+    def __init__(self, limit_s: float, stop: Callable[[], None]) -> None:
+        self.lost = False
+        self._limit_s, self._stop = limit_s, stop
+        self._ended = threading.Event()
+        self.renew()
+        threading.Thread(target=self._count, daemon=True).start()
+
+    def renew(self) -> None:
+        self._ticks = 0
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _count(self) -> None:
+        while not self._ended.wait(self._limit_s / self.TICKS):
+            self._ticks += 1
+            if self._ticks > self.TICKS:
+                self.lost = True
+                return self._stop()
 
 
 def _close(worker: subprocess.Popen[str], drain: threading.Thread) -> None:

@@ -472,7 +472,8 @@ class Pooled(UntracedFunction):
         by_freq: bool,
         sparse: bool,
     ) -> Any:
-        along = weight if weights is not None else None
+        # Only the gradient of `weights` reads the table: else a step may write to it first.
+        along = weight if ctx.needs_input_grad[3] else None
         # The offsets as they were given too, so that backward refuses a write to them.
         ctx.save_for_backward(ids, offsets, weights, along, given)
         ctx.options = (gradient_layout(weight._layout), mode, padding_idx, by_freq, sparse)

@@ -28,6 +28,7 @@ from shardwise.dispatch.rule import (
     linear_choices,
     table,
 )
+from shardwise.dtensor.snapshots import resolve_conj, resolve_neg
 from shardwise.errors import LayoutError
 
 aten = torch.ops.aten
@@ -536,4 +537,9 @@ RULES: Table = table(
     ),
     ((aten._conj.default,), Rule(_conjugate_choices, "... -> ...")),
     ((aten._neg_view.default,), Rule(_negative_choices, "... -> ...")),
+)
+
+KERNELS: tuple[tuple[str, Any], ...] = (
+    ("resolve_conj", resolve_conj),
+    ("resolve_neg", resolve_neg),
 )

@@ -6,6 +6,7 @@ To add an op, add a row to the table of its family; a row raises `NoFit` where n
 from __future__ import annotations
 
 from shardwise.testing.fuzz.hand import Row
+from shardwise.testing.fuzz.tables.common import COMMON_LAYERS, FUNCTIONS, PYTHON, SHAPES
 from shardwise.testing.fuzz.tables.math import ORDERINGS, POINTWISE, PRODUCTS, REDUCTIONS
 from shardwise.testing.fuzz.tables.nn import AUTOCAST, AUTOGRAD, DOORS, DRAWS, LAYERS
 from shardwise.testing.fuzz.tables.rare import ALGEBRA, RARE_LAYERS, RARE_STEPS
@@ -29,4 +30,8 @@ FAMILIES: dict[str, tuple[int, tuple[Row, ...]]] = {
     "algebra": (5, ALGEBRA),
     "rare layers": (5, RARE_LAYERS),
     "rare steps": (6, RARE_STEPS),
+    "functions": (4, FUNCTIONS),
+    "shapes": (5, SHAPES),
+    "common layers": (5, COMMON_LAYERS),
+    "python": (4, PYTHON),
 }

@@ -1,0 +1,198 @@
+"""Factors of Partial tensors: a call with one that is not finite reduces the terms first.
+
+Note [Factors of a Partial]
+Infinity times a sum is infinite, but times its terms it may be NaN: a term may be zero, or have the
+other sign. So it is with a division by zero. Plans ignore values, so a call that passes a Partial
+on reads the other operands when it runs: all numbers, and tensors on the CPU. On a GPU reading
+would wait for the device, and in a graph there is nothing to read: there such an entry is NaN.
+
+The ranks decide alike, without a message: where an axis is reduced, all of them hold the same
+factors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardwise._torch.dispatch import OpOverload
+from shardwise.comm.watch import because, watch
+from shardwise.core.layout import Layout
+from shardwise.core.placements import REPLICATE, Partial, Replicate
+from shardwise.dispatch.catalog import (
+    Path,
+    at_path,
+    functional_twin,
+    tensor_paths,
+    written_inputs,
+)
+from shardwise.dispatch.propagate import CallPlan, forbid_move
+from shardwise.dispatch.wrapped import is_partial
+from shardwise.lookup.ids import has_values
+from shardwise.redistribute.execute import Run, prepare
+from shardwise.redistribute.steps import Step, find_steps
+from shardwise.simulation.ranks import parts_of
+
+aten = torch.ops.aten
+_DIVISIONS = frozenset({aten.div.Tensor, aten.div.Scalar})
+
+
+class _Bounds:
+    """The sizes of numbers that may be applied to each term of a sum of this dtype."""
+
+    def __init__(self, op: Any, dtype: torch.dtype) -> None:
+        self.divides = op in _DIVISIONS or (
+            isinstance(op, OpOverload) and functional_twin(op) in _DIVISIONS
+        )
+        # Kernels compute with narrow types in single precision.
+        wide = dtype in (torch.float64, torch.complex128)
+        limits = torch.finfo(torch.float64 if wide else torch.float32)
+        self.largest, self.smallest = limits.max, limits.smallest_normal
+
+    def hold(self, number: Any) -> bool:
+        if self.divides:
+            return abs(number) >= self.smallest
+        return abs(number) <= self.largest
+
+    def hold_all(self, x: torch.Tensor) -> bool:
+        """Whether they hold for all entries of `x`, as far as it has values to read."""
+        if type(x) is not torch.Tensor:
+            return not has_values(x) or all(map(self.hold_all, parts_of(x)))
+        if not x.is_cpu:
+            return True
+        if not x.dim():
+            return self.hold(x.item())
+        if self.divides:
+            # Most divisors are positive, and reading them is faster than dividing.
+            if not x.numel() or (not x.is_complex() and x.amin().item() >= self.smallest):
+                return True
+            x = x.reciprocal()
+        total = x.sum().item()
+        # A finite sum has finite terms. Not the other way round.
+        return total - total == 0 or bool(x.isfinite().all())
+
+    def concern(self, layout: Layout) -> bool:
+        """Whether a factor of this layout may hold a number that is out of bounds."""
+        return self.divides or layout.dtype.is_floating_point or layout.dtype.is_complex
+
+
+def bounded(
+    call_local: Callable[[CallPlan], Callable[..., Any]],
+    plan: CallPlan,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """The local call of a plan, which reduces Partial operands first where a factor demands it."""
+    call = call_local(plan)
+    added, linear = _partial_axes(plan)
+    if not added:
+        return call
+    bounds = _Bounds(plan.op, plan.outputs[0].dtype)
+    paths = list(tensor_paths(args))
+    factors = [
+        path
+        for path, layout in zip(paths, plan.inputs, strict=True)
+        if linear and _is_factor(layout, plan) and bounds.concern(layout)
+    ]
+    # A number that a local function takes may be anything: the order of a norm, for one.
+    multiplies = isinstance(plan.op, OpOverload) and plan.local is None
+    positions = [i for i, arg in enumerate(args) if multiplies and _is_number(arg, bounds)]
+    names = [name for name, arg in kwargs.items() if multiplies and _is_number(arg, bounds)]
+    if not (factors or positions or names):
+        return call
+    reduced = functools.lru_cache(functools.partial(_reducing, call_local, plan, paths, linear))
+
+    def run(*operands: Any, **options: Any) -> Any:
+        for i in positions:
+            if not bounds.hold(operands[i]):
+                return reduced(added)(*operands, **options)
+        for name in names:
+            if not bounds.hold(options[name]):
+                return reduced(added)(*operands, **options)
+        for path in factors:
+            if not bounds.hold_all(at_path(operands, path)):
+                return reduced(linear)(*operands, **options)
+        return call(*operands, **options)
+
+    return run
+
+
+def _partial_axes(plan: CallPlan) -> tuple[frozenset[int], frozenset[int]]:
+    """The axes that the op passes terms of a sum on along; those where it does nothing else.
+
+    Along the others shards are multiplied, and to their products the terms are added: there the
+    factors differ from rank to rank.
+    """
+    if len(plan.outputs) != 1 or not is_partial(plan.outputs[0]):
+        return frozenset(), frozenset()
+    dtype = plan.outputs[0].dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return frozenset(), frozenset()
+    along = [
+        [x.placements[axis] for x in plan.inputs] for axis in range(plan.inputs[0].grid.num_axes)
+    ]
+    added = {a for a, placed in enumerate(along) if any(isinstance(p, Partial) for p in placed)}
+    linear = {a for a in added if not any(p.is_shard() for p in along[a])}
+    return frozenset(added), frozenset(linear)
+
+
+def _is_factor(layout: Layout, plan: CallPlan) -> bool:
+    if plan.local is not None and plan.local.collective:
+        # It runs collectives along other axes too, and the ranks of those decide alike.
+        return all(isinstance(p, Replicate) for p in layout.placements)
+    return not is_partial(layout)
+
+
+def _is_number(arg: Any, bounds: _Bounds) -> bool:
+    """Whether a number is not in the cache key, or is and is out of bounds."""
+    return isinstance(arg, (float, complex)) or (isinstance(arg, int) and not bounds.hold(arg))
+
+
+def _reducing(
+    call_local: Callable[[CallPlan], Callable[..., Any]],
+    plan: CallPlan,
+    paths: Sequence[Path],
+    linear: frozenset[int],
+    axes: frozenset[int],
+) -> Callable[..., Any]:
+    """The call on operands that are reduced along `axes`; its result becomes Partial again.
+
+    Where the axes are not `linear`, every rank adds the whole to its product. It was multiplied by
+    a number that is not finite, so it does not matter how often.
+    """
+    inputs = tuple(_reduced_along(layout, axes) for layout in plan.inputs)
+    out = plan.outputs[0]
+    once = replace(plan, inputs=inputs, outputs=(_reduced_along(out, linear),))
+    call = call_local(once)
+    moves: list[tuple[Path, Sequence[Step], Layout, Run]] = []
+    for path, layout, target in zip(paths, plan.inputs, inputs, strict=True):
+        if target is not layout:
+            steps = find_steps(layout, target)
+            moves.append((path, steps, target, prepare(steps)))
+    as_terms = prepare(find_steps(once.outputs[0], out))
+    written = isinstance(plan.op, OpOverload) and written_inputs(plan.op)
+
+    def run(*operands: Any, **options: Any) -> Any:
+        whole: list[Any] = [list(x) if isinstance(x, (list, tuple)) else x for x in operands]
+        for path, steps, target, reduce in moves:
+            if watch.strict:
+                forbid_move(plan.op, path[0], steps, target)
+            place = whole if len(path) == 1 else whole[path[0]]
+            with because(plan.op, implicit=True):
+                place[path[-1]] = reduce(place[path[-1]])
+        terms = as_terms(call(*whole, **options))
+        return operands[written[0]].copy_(terms) if written else terms
+
+    return run
+
+
+def _reduced_along(layout: Layout, axes: frozenset[int]) -> Layout:
+    placements = tuple(
+        REPLICATE if axis in axes and isinstance(p, Partial) else p
+        for axis, p in enumerate(layout.placements)
+    )
+    return layout if placements == layout.placements else layout.with_placements(placements)
