@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import shardwise
 from shardwise import DTensor
+from shardwise.errors import ArgumentError
 from shardwise.parallel import parallelize_module
 
 FULL = {"full_state_dict": True}
@@ -77,6 +78,15 @@ def models_without_values():
     torch.testing.assert_close(whole(model(IDS[0])), alone(IDS[0]).detach(), rtol=1e-5, atol=1e-5)
 
 
+def shards_to_broadcast():
+    """torch puts shards into the dict that it is given; rank 0 alone would know that they are."""
+    model, given = made(), values(1) if is_first() else {}
+    set_model_state_dict(model, given, options=StateDictOptions(**BROADCAST))
+    with pytest.raises(ArgumentError, match="of rank 0 is a DTensor"):
+        set_model_state_dict(model, given, options=StateDictOptions(**BROADCAST))
+    assert_same(model.state_dict(), values(1))
+
+
 def trained(model, optimizer):
     loss_of(model, IDS[0]).backward()
     optimizer.step()
@@ -117,7 +127,9 @@ def test_simulated(program):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "program", [*PROGRAMS, models_without_values], ids=lambda program: program.__name__
+    "program",
+    [*PROGRAMS, models_without_values, shards_to_broadcast],
+    ids=lambda program: program.__name__,
 )
 def test_in_processes(processes, program):
     processes(program)

@@ -127,6 +127,41 @@ active_modes: Callable[[], list[Any]] = _names.find(
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
     "activation checkpointing is not recognised in compiled code",
 )
+_NO_CHECKPOINTS = "selective activation checkpointing around fully sharded modules fails"
+_checkpoint_modes: Any = _names.make(
+    "_CachingTorchDispatchMode _CachedTorchDispatchMode",
+    "torch.utils.checkpoint",
+    _NO_CHECKPOINTS,
+    lambda *modes: modes,
+    instead=(),
+)
+_push_mode, _pop_mode = (
+    _names.find(f"torch.utils._python_dispatch.{name}", _NO_CHECKPOINTS)
+    for name in ("_push_mode", "_pop_mode")
+)
+
+
+@contextlib.contextmanager
+def outside_checkpoints() -> Iterator[None]:
+    """Selective activation checkpointing does not see what runs: backward will not repeat it."""
+    # Those that belong to torch, such as fake tensors', are in slots of their own.
+    modes = [mode for mode in active_modes() if getattr(mode, "_mode_key", None) is None]
+    others = [mode for mode in modes if not isinstance(mode, _checkpoint_modes)]
+    if len(modes) == len(others):
+        yield
+        return
+    _set_modes(modes, others)
+    try:
+        yield
+    finally:
+        _set_modes(others, modes)
+
+
+def _set_modes(before: list[Any], after: list[Any]) -> None:
+    for _ in before:
+        _pop_mode()
+    for mode in after:
+        _push_mode(mode)
 
 
 def probe() -> Probe:

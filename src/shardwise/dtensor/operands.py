@@ -116,7 +116,9 @@ def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> No
         f"shape {tuple(value.shape)} as {_named(op, position)}. Wrap it: DTensor.from_local(x, "
         "mesh, [Replicate()]) where each rank holds the same values, or distribute_tensor(x, mesh, "
         "placements) to lay it out; or put the call under `with "
-        "shardwise.implicit_replication():`. (Numbers and 0-dim tensors need no wrapping.)"
+        "shardwise.implicit_replication():`. (Numbers and 0-dim tensors need no wrapping. Fully "
+        "sharded parameters are plain only while their module is called: call it, or see "
+        "register_fsdp_forward_method.)"
         + (_LOSS if op in class_losses else "")
         + (_COMPILED if type(value).__name__ == "FunctionalTensor" else "")
     )

@@ -304,6 +304,13 @@ def _broadcast(
     content: list[Any] = [{name: _described(x) for name, x in full.items()} if sends else None]
     if not is_alone:
         dist.broadcast_object_list(content, src=0, group=pg)
+    sharded = [name for name, x in content[0].items() if x is DTensor]
+    if sharded:
+        raise ArgumentError(
+            f"broadcast_from_rank0 sends whole tensors, and {sharded[0]!r} of rank 0 is a DTensor. "
+            "Give it what get_model_state_dict returns with full_state_dict=True, and a copy of "
+            "it each time: torch puts shards into the dict that it is given."
+        )
     for name, value in content[0].items():
         if isinstance(value, _Tensor):
             value = (
@@ -324,6 +331,8 @@ def _broadcast(
 def _described(x: Any) -> Any:
     if not isinstance(x, torch.Tensor):
         return x
+    if isinstance(x, DTensor):
+        return DTensor
     return x.cpu() if x.dim() == 0 else _Tensor(x.shape, x.dtype)
 
 

@@ -25,7 +25,10 @@ from shardwise.parallel.styles import (
     input_reshard,
 )
 from shardwise.training.data_parallel import data_parallel
-from shardwise.training.fully_sharded.fully_shard import fully_shard
+from shardwise.training.fully_sharded.fully_shard import (
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from shardwise.training.fully_sharded.members import CPUOffloadPolicy, MixedPrecisionPolicy
 
 __all__ = [
@@ -51,5 +54,6 @@ __all__ = [
     "loss_parallel",
     "parallel_cross_entropy",
     "parallelize_module",
+    "register_fsdp_forward_method",
     "save_plan",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Iterable, Iterator
@@ -31,7 +32,7 @@ from shardwise.training.contract import (
     tensor_axes,
 )
 from shardwise.training.fully_sharded.buffer import FlatBuffer
-from shardwise.training.fully_sharded.group import GROUP, ParameterGroup, group_of
+from shardwise.training.fully_sharded.group import GROUP, ParameterGroup, group_of, zero_grad
 from shardwise.training.fully_sharded.members import (
     CPUOffloadPolicy,
     Member,
@@ -86,7 +87,8 @@ def fully_shard(
     a group computes, the next `prefetch` groups are gathered.
 
     The module gets methods: `set_requires_gradient_sync(False)` accumulates unreduced gradients
-    until a backward pass with True; `unshard()` gathers the group until `reshard()`.
+    until a backward pass with True, or `zero_grad()`; `unshard()` gathers the group until
+    `reshard()`.
 
     >>> import shardwise, torch
     >>> from shardwise.parallel import fully_shard
@@ -144,6 +146,38 @@ def fully_shard(
     _close(group, found)
     _attach(group, axes)
     return module
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have a method of a fully sharded module gather its parameters, as its forward does.
+
+    For methods that use parameters and do not call the module. Nothing happens to a module that is
+    not fully sharded.
+
+    >>> import shardwise, torch
+    >>> from shardwise.parallel import fully_shard, register_fsdp_forward_method
+    >>> class Encoder(torch.nn.Linear):
+    ...     def encode(self, x):
+    ...         return self.forward(x).relu()
+    >>> with shardwise.simulate(2):
+    ...     encoder = fully_shard(Encoder(2, 3), shardwise.init_device_mesh("cpu", (2,)))
+    ...     register_fsdp_forward_method(encoder, "encode")
+    ...     encoder.encode(torch.ones(4, 2)).shape
+    torch.Size([4, 3])
+    """
+    group = group_of(module)
+    if group is None:
+        return
+    method, unbound = module.__dict__.get(method_name), getattr(type(module), method_name, None)
+    if getattr(method, "func", None) == group.run:
+        return  # it is registered
+    if method is None and callable(unbound):
+        method = functools.partial(unbound, module)  # unlike a bound method, copied with the module
+    if not callable(method):
+        raise ArgumentError(
+            f"register_fsdp_forward_method: {type(module).__name__} has no method {method_name!r}."
+        )
+    module.__dict__[method_name] = functools.partial(group.run, module, method)
 
 
 def _listed(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
@@ -276,7 +310,8 @@ def _attach(group: ParameterGroup, axes: MeshAxes) -> None:
     }
     for module in group.modules:
         declare(module, DataAxes(axes, False), source=0)
-        module.__dict__.update(methods, **{GROUP: group})
+        zeroes = functools.partial(zero_grad, module)
+        module.__dict__.update(methods, zero_grad=zeroes, **{GROUP: group})
         # Before other hooks: they would send new parameters, and this one refuses them.
         module.register_forward_pre_hook(group.before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(group.after_forward, always_call=True)

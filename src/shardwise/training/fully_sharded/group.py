@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from shardwise._torch.autograd import after_backward, in_backward
+from shardwise._torch.dispatch import outside_checkpoints
 from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.errors import LeafError, UnsupportedError
 from shardwise.training.fully_sharded.gradients import (
@@ -117,6 +118,20 @@ class ParameterGroup:
                 if declared is not None:
                     declared.enabled = requires_gradient_sync
 
+    def run(
+        self, module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a method of a module as its forward is: with gathered parameters."""
+        declared, output = declared_module(module), None
+        if declared is not None:
+            declared.attend()
+        args, kwargs = self.before_forward(module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            output = self.after_forward(module, args, output)
+        return output
+
     # -- freeing -----------------------------------------------------------------------------
 
     def reshard(self, num_ranks: int | None = None) -> None:
@@ -146,7 +161,8 @@ class ParameterGroup:
     @untraced
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.depth == 0:
-            self._enter()
+            with outside_checkpoints():
+                self._enter()
         self.depth += 1
         _forwards.append(self)
         policy = self.precision
@@ -252,12 +268,13 @@ class ParameterGroup:
             return output
         # Without a hooked output nothing says when backward begins: then it stays gathered.
         is_read = call is not None and call.takes_gradients and not num_hooked
-        if self._reshards() and not is_read and not self.parameters.are_in(output):
-            asked = self.reshard_after_forward
-            splits = type(asked) is int and torch.is_grad_enabled()
-            self.reshard(asked if splits else None)
-        if not _forwards:
-            self.hub.end()
+        with outside_checkpoints():
+            if self._reshards() and not is_read and not self.parameters.are_in(output):
+                asked = self.reshard_after_forward
+                splits = type(asked) is int and torch.is_grad_enabled()
+                self.reshard(asked if splits else None)
+            if not _forwards:
+                self.hub.end()
         return output
 
     def _reshards(self) -> bool:
@@ -374,6 +391,13 @@ GROUP = "_shard_group"
 
 def group_of(module: nn.Module) -> ParameterGroup | None:
     return module.__dict__.get(GROUP)
+
+
+def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+    """As a module's own, and drop gradients that wait for a pass that reduces."""
+    type(module).zero_grad(module, set_to_none)
+    for group in filter(None, map(group_of, module.modules())):
+        group.gradients.unsynced.clear()
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
