@@ -130,7 +130,7 @@ def test_alone(make, kind, says):
     ("make", "says"),
     [
         (lambda: batch(weights=[1.0] * 6), "weights are a tensor of floating-point numbers, found"),
-        (lambda: {"user": [[1]]}, "A nested tensor of layout torch.jagged is needed"),
+        (lambda: {"user": [[1]]}, "nested tensor of layout torch.jagged"),
         (lambda: "user", "found str"),
     ],
 )

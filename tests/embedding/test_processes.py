@@ -101,7 +101,7 @@ def test_whatever_is_wrong_on_one_rank_is_said_on_all(processes, check):
         "offsets that are not flat": r"Batch.*On rank 2: offsets are flat, found shape \(1, 19\)",
         "sizes that are not whole": "Batch.*On rank 2: batch_sizes are int32 or int64, found tor",
         "no batch": "Batch.*On rank 2: A batch is a Jagged, a dict .* found NoneType",
-        "no nested tensors": "Batch.*On rank 2: A nested tensor of layout torch.jagged is needed",
+        "no nested tensors": "Batch.*On rank 2: Bags are a matrix, .* found one of shape",
         "id out of range": "IdRange.*On rank 2: feature 'user' of table 'user': id 1",
         "uneven": "Batch.*On rank 2: feature 'user' of table 'user' has 2 bags, feature 'bought'",
         "ahead": "IdRange.*On rank 2: feature 'user' of table 'user': id 1",
