@@ -280,13 +280,13 @@ COMMON_LAYERS: tuple[Row, ...] = (
     _module,
     lambda h: f"F.adaptive_max_pool2d({h.tensor(_WIDE, (3, 4), True)}, 1)",
     lambda h: f"F.pixel_shuffle({h.tensor(_WIDE, (3, 4), True)}, 1)",
-    lambda h: f"F.dropout2d({h.tensor(_WIDE, (3, 4), True)}, 0.5)",
+    lambda h: f"F.dropout2d({h.tensor(_WIDE, (4, 4), True)}, 0.5)",
     lambda h: f"F.feature_alpha_dropout({h.tensor(_WIDE, (3, 4), True)}, 0.5, training=True)",
     lambda h: f"F.pdist({h.tensor(_WIDE, (2, 2), True)})",
     lambda h: f"F.hardtanh({h.floats()}, -0.5, 0.75)",
     lambda h: f"F.gelu({h.floats()}, approximate='tanh')",
     lambda h: f"F.softplus({h.floats()}, 2.0, 1.5)",
-    lambda h: f"F.fold({h.tensor(_WIDE, (2, 3), True)}, 1, 1)",
+    lambda h: f"F.fold({(x := h.tensor(_WIDE, (2, 3), True))}, (1, {h[x].shape[-1]}), 1)",
     lambda h: f"F.max_pool2d({h.tensor(_WIDE, (3, 4), True)}, 1, return_indices=True)",
 )
 
