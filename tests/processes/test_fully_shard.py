@@ -110,6 +110,32 @@ def test_gradients_are_those_of_the_simulated_world_bit_for_bit(processes):
         assert all(torch.equal(found[name], grad) for name, grad in expected.items())
 
 
+def long_chunks():
+    """Gathered three times, twice into the same memory; chunks are long enough for broadcasts."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+        for axes, kept in (({"dp": 4}, True), ({"dp": 4}, 2), ({"rep": 2, "shard": 2}, True)):
+            torch.manual_seed(0)
+            layer = torch.nn.Linear(400, 400, dtype=dtype)
+            fully_shard(layer, mesh_of(**axes), reshard_after_forward=kept)
+            batch = torch.randn(4, 400, dtype=dtype)
+            for _ in range(2):
+                with CommDebugMode() as comm:
+                    layer(own(batch, 4)).abs().sum().backward()
+            key = str((dtype, axes, kept))
+            found[key] = whole(layer.weight.grad), comm.get_total_counts()
+    return found
+
+
+def test_long_chunks_are_gathered_in_place(processes):
+    with shardwise.simulate(4):
+        expected = long_chunks()
+    for found in processes(long_chunks):
+        for key, (grad, count) in expected.items():
+            assert torch.equal(found[key][0], grad), key
+            assert found[key][1] == count, key
+
+
 def with_other_options():
     rank = torch.distributed.get_rank()
     with_error = None

@@ -202,12 +202,19 @@ def start_all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
 
 
 def start_all_gather_into(out: torch.Tensor, x: torch.Tensor, grid: Grid, axis: int) -> None:
-    """Start `all_gather` of dense tensors to the memory of `out`; wait with `finished(out)`."""
+    """Start `all_gather` of flat tensors to the memory of `out`; wait with `finished(out)`."""
+    parts = grid.shape[axis]
+    if x.is_cpu and not is_per_rank(x) and x.nbytes >= LONG:
+        # gloo would gather to memory of its own, and copy all of it from there.
+        start_uneven_all_gather(out, x, lambda _: [x.numel()] * parts, grid, axis)
+        return
     if x.dtype in _MOVED_AS_BYTES:
         x, out = as_bytes(x), as_bytes(out)
-    _all_gather_into_tensor_out(x, grid.shape[axis], group_name(grid, axis), out=out)
+    _all_gather_into_tensor_out(x, parts, group_name(grid, axis), out=out)
 
 
+#: The bytes of a rank's tensor from which copying it costs more than further calls.
+LONG = 1 << 16
 #: The lengths of what the ranks along an axis have, by the coordinate of one of them.
 Lengths = Callable[[Coordinate], list[int]]
 
@@ -218,7 +225,8 @@ def start_uneven_all_gather(
     """Start to gather flat tensors of these lengths to the memory of `out`, in the order of ranks.
 
     Wait with `finished(out)`. Backends gather equal tensors, or else copy: each rank's tensor is a
-    broadcast to the place where it belongs. Watchers see an all-gather of the longest.
+    broadcast to the place where it belongs, which copies this rank's alone. Watchers
+    see an all-gather of the longest.
     """
     if x.dtype in _MOVED_AS_BYTES:
         width = x.dtype.itemsize
