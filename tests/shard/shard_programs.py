@@ -406,3 +406,34 @@ def sum_over_ranks():
     x = torch.tensor([dist.get_rank()])
     dist.all_reduce(x)
     return x.item()
+
+
+def input_that_trains_on_some_ranks(dim, frozen):
+    """In four processes: the gradients of a linear layer whose input is constant on ranks 1, 2."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(6, 5)
+    weight = layer.weight.detach().clone()
+    layer.requires_grad_(not frozen)
+    shard_module(layer, ShardingPlan({"weight": chunks(dim, 0, 1, 2, 3)}))
+    rank = torch.distributed.get_rank()
+    x = torch.ones(rank + 1, 6, requires_grad=rank in (0, 3))
+    layer(x).sum().backward()
+    if rank in (0, 3):
+        torch.testing.assert_close(x.grad, weight.sum(0).expand(rank + 1, 6))
+    if not frozen:
+        whole = layer.weight.grad.full_tensor()
+        torch.testing.assert_close(whole, torch.full((5, 6), 10 / 4))
+
+
+def weights_that_train_on_some_ranks(dim):
+    """In four processes: the gradients of weights of ids, which rank 2 has, of a frozen table."""
+    torch.manual_seed(0)
+    table = nn.EmbeddingBag(7, 6, mode="sum").requires_grad_(requires_grad=False)
+    rows = table.weight.clone()
+    shard_module(table, ShardingPlan({"weight": chunks(dim, 0, 1, 2, 3)}))
+    ids, weights = torch.tensor([[1, 4], [6, 0]]), None
+    if dist.get_rank() == 2:
+        weights = torch.ones(2, 2, requires_grad=True)
+    table(ids, per_sample_weights=weights).sum().backward()
+    if weights is not None:
+        torch.testing.assert_close(weights.grad, rows[ids].sum(2))

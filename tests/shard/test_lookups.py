@@ -465,3 +465,15 @@ def test_weights_of_another_dtype_than_the_table(world, spec, dtype, on):
         F.embedding_bag(ids, st, offsets, per_sample_weights=weights, mode="sum")
     with pytest.raises(ValueError, match=said):
         F.embedding_bag(ids.view(2, 2), st, per_sample_weights=weights.view(2, 2), mode="sum")
+
+
+def test_weights_of_uneven_batches_where_gradients_are_scaled_by_frequency(mesh):
+    ids = LocalTensor.per_rank(lambda rank: (torch.arange(3 * rank) % 11).view(rank, 3))
+    weights = LocalTensor.per_rank(lambda rank: torch.ones(rank, 3, dtype=torch.float64))
+    weights.requires_grad_()
+    st = shard_tensor(table().requires_grad_(), chunks(0, 0, 1, 2, 3))
+    bags = F.embedding_bag(ids, st, mode="sum", per_sample_weights=weights, scale_grad_by_freq=True)
+    bags.sum().backward()
+    for rank in RANKS:
+        expected = table()[ids.on_rank(rank)].sum(2)
+        torch.testing.assert_close(weights.grad.on_rank(rank), expected)

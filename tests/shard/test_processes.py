@@ -122,3 +122,14 @@ def test_all_ranks_raise_the_same(processes, program, error, said):
         with pytest.raises(error, match=said):
             raise answer.kind(answer.message)
     assert processes(programs.sum_over_ranks) == [6] * 4
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_input_that_trains_on_some_ranks(processes, dim, frozen):
+    processes(programs.input_that_trains_on_some_ranks, dim, frozen)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_weights_that_train_on_some_ranks(processes, dim):
+    processes(programs.weights_that_train_on_some_ranks, dim)

@@ -18,7 +18,8 @@ from shardwise.core.mesh import Grid
 from shardwise.embedding.jagged import Jagged
 from shardwise.errors import ArgumentError, BatchError, IdRangeError, ShardwiseError
 from shardwise.lookup.exchange import FeatureBags, ranks_present
-from shardwise.lookup.prefetch import OutsideBatch, PrefetchedBatch
+from shardwise.lookup.ids import edges_of
+from shardwise.lookup.prefetch import OutsideBatch, PrefetchedBatch, unreadable
 from shardwise.lookup.routing import Route
 from shardwise.lookup.tiling import Features
 from shardwise.simulation.ranks import is_per_rank, part_per_rank, parts_of
@@ -144,9 +145,7 @@ def _ids_per_feature(lengths: torch.Tensor, bag_edges: np.ndarray) -> torch.Tens
     num = np.diff(bag_edges)
     if num[0] and (num == num[0]).all():
         return lengths.view(len(num), -1).sum(1)
-    ends = lengths.new_zeros(lengths.shape[0] + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=ends[1:])
-    return ends[torch.from_numpy(bag_edges).to(ends.device)].diff()
+    return edges_of(lengths)[torch.from_numpy(bag_edges).to(lengths.device)].diff()
 
 
 def _counts_if_valid(
@@ -214,37 +213,51 @@ def prefetch_batch(
     trouble: str | None,
     *,
     side_by_side: bool,
+    may_train: bool,
 ) -> PrefetchedBatch:
     """Check a batch on every rank, and start the exchange of counts.
 
     `trouble` is what is wrong with the collection itself on this rank; all ranks will raise it.
     """
-    try:
-        jagged = Jagged.of(batch)
-    except ArgumentError as error:
-        return _invalid_batch(route, grid, unfit(str(error).rstrip(".")))
+    jagged = _read(batch)
+    if isinstance(jagged, Fault):
+        return _invalid_batch(route, grid, jagged)
     if trouble is not None:
         return _invalid_batch(route, grid, Fault(f"{trouble}.", ShardwiseError))
     if grid is None and _differs_between_ranks(jagged):
         return _invalid_batch(route, grid, unfit(_ONE_BATCH))
     weights = jagged._weights
-    train = weights is not None and weights.requires_grad and torch.is_grad_enabled()
+    train = weights is not None and weights.requires_grad and may_train
     if alone is not None:
         checked = alone.prefetch(jagged, joined=side_by_side, train=train)
         if isinstance(checked, Fault):
             return _invalid_batch(route, grid, checked)
         if checked is not None:
             return checked
+    found = [_checked(route, each, train, side_by_side) for each in _jagged_per_rank(grid, jagged)]
     if grid is not None and grid.outside:
-        one = jagged.with_weights(None if weights is None else weights.detach())
-        return OutsideBatch(
-            route, bags_of(route.features, one, weights_train=train, side_by_side=side_by_side)
-        )
-    found = [
-        bags_of(route.features, each, weights_train=train, side_by_side=side_by_side)
-        for each in _jagged_per_rank(grid, jagged)
-    ]
+        return OutsideBatch(route, found[0])
     return PrefetchedBatch(route, grid, found, weights)
+
+
+def _read(batch: Any) -> Jagged | Fault:
+    try:
+        return Jagged.of(batch)
+    except ArgumentError as error:
+        return unfit(str(error).rstrip("."))
+    except Exception as error:
+        return unreadable(error)
+
+
+def _checked(
+    route: Route, batch: Jagged, weights_train: bool, side_by_side: bool
+) -> FeatureBags | Fault:
+    try:
+        return bags_of(
+            route.features, batch, weights_train=weights_train, side_by_side=side_by_side
+        )
+    except Exception as error:
+        return unreadable(error)
 
 
 _ONE_BATCH = (
@@ -272,7 +285,7 @@ def _jagged_per_rank(grid: Grid | None, batch: Jagged) -> list[Jagged]:
     names = ("values", "lengths", "weights", "batch_sizes", "first")
     alike = not any(is_per_rank(getattr(batch, name)) for name in names)
     if grid is None or batch.problem is not None or alike:
-        return [batch] * (1 if grid is None else len(ranks_present(grid)))
+        return [batch] * (1 if grid is None or grid.outside else len(ranks_present(grid)))
     columns: dict[str, Any] = {}
     for name in names:
         tensor = getattr(batch, name)

@@ -39,13 +39,13 @@ from shardwise.embedding.stacks import (
     Watched,
     WriteCount,
     draw_tables,
-    generator_of_first_rank,
     shard_of,
     whole_of,
 )
 from shardwise.errors import ArgumentError, BatchError, LayoutError, ShardwiseError
 from shardwise.lookup.backends.backend import Backend
 from shardwise.lookup.backends.registry import is_fused, make_backend
+from shardwise.lookup.ids import edges_of
 from shardwise.lookup.optimizers import FusedOptimizer
 from shardwise.lookup.prefetch import OutsideBatch, PrefetchedBatch, PrefetchQueue
 from shardwise.lookup.routing import Route
@@ -140,13 +140,16 @@ class _Collection(nn.Module):
         return self._listed[1]
 
     def _settle(
-        self, stacks: Stacks, scale: float, exchange_dtype: torch.dtype | None = None
+        self,
+        stacks: Stacks,
+        scale: float,
+        exchange_dtype: torch.dtype | None = None,
+        optimizer: InBackward | None = None,
     ) -> None:
-        """Use these stacks from now on."""
-        optimizer = None
-        if self._settings is not None:
+        """Use these stacks from now on, with a new optimizer unless there is one."""
+        if self._settings is not None and optimizer is None:
             optimizer = InBackward(self._settings, stacks, self._backend)
-        route = Route(stacks.tiling, pooled=self._pooled)
+        route = Route(stacks.tiling, pooled=self._pooled, dtype=stacks.dtype)
         grid = stacks.grid
         # Without an exchange the buffer itself is returned; a GPU's allocator caches memory anyway.
         sends = grid is not None and len(present(grid)) < len(grid.ranks) and route.travels
@@ -189,14 +192,7 @@ class _Collection(nn.Module):
             return self
         if self.optimizer is not None:
             self.optimizer.convert(fn)
-        self._engine.alone = make_alone(
-            self._backend,
-            self._engine.route,
-            stacks,
-            self.optimizer,
-            wait=self._check == "now",
-        )
-        self._form = self._output_form()
+        self._settle(stacks, scale=1.0, optimizer=self.optimizer)
         self._alias_parameters()
         for parameter in self.parameters():
             if parameter.grad is not None:
@@ -295,7 +291,7 @@ class _Collection(nn.Module):
         if grid.outside:
             pass  # the ranks of the mesh have the tables
         elif old.device.type == "meta":
-            draw_tables(stacks, generator_of_first_rank(grid))
+            draw_tables(stacks)
         else:
             self._send_weights(grid, stacks)
         self.plan = chosen
@@ -315,10 +311,8 @@ class _Collection(nn.Module):
     def reset_parameters(self) -> None:
         """Draw initial values again, as `shard` does for a collection on the `meta` device."""
         stacks = self._engine.stacks
-        if stacks.grid is None:
+        if stacks.grid is None or not stacks.grid.outside:
             draw_tables(stacks)
-        elif not stacks.grid.outside:
-            draw_tables(stacks, generator_of_first_rank(stacks.grid))
 
     def _agreed(
         self,
@@ -331,7 +325,7 @@ class _Collection(nn.Module):
         problem: Exception | None = None
         old = self._engine.stacks
         values = "no values (meta)" if old.device.type == "meta" else "values"
-        updates = "no" if self._settings is None else type(self._settings).__name__
+        updates = "no" if self._settings is None else repr(self._settings)
         lines = [
             f"{type(self).__name__}, grad_reduction={grad_reduction}",
             f"{old.dtype}, {values}, {updates} updates in backward",
@@ -346,7 +340,7 @@ class _Collection(nn.Module):
             lines.append(f"exchange_dtype={sent}")
             lines += [
                 f"{table.name} ({table.num_embeddings}×{table.embedding_dim}): {split.kind} "
-                f"{list(split.sizes)}"
+                f"{list(split.sizes)}, {table.pooling} of {', '.join(table.features)}"
                 for table, split in zip(self.tables, tiling.splits, strict=True)
             ]
         except Exception as error:  # of any kind: the other ranks wait for this one
@@ -385,16 +379,24 @@ class _Collection(nn.Module):
         of rows or gradients, and arrive while other work is done. An invalid batch, on any rank,
         raises when it is used.
         """
-        prefetched = self._prefetch(batch, self._parameters_in_order())
+        # Whether its lookup will be under autograd is not known yet.
+        prefetched = self._prefetch(batch, self._parameters_in_order(), may_train=True)
         if not isinstance(prefetched, OutsideBatch):
             self._engine.queue.add(prefetched)
         return prefetched
 
-    def _prefetch(self, batch: Any, parameters: list[torch.Tensor]) -> PrefetchedBatch:
-        route, grid = self._engine.route, self._engine.grid
-        trouble = self._trouble(parameters)
-        alone, joined = self._engine.alone, self._side_by_side
-        return prefetch_batch(route, grid, alone, batch, trouble, side_by_side=joined)
+    def _prefetch(
+        self, batch: Any, parameters: list[torch.Tensor], *, may_train: bool
+    ) -> PrefetchedBatch:
+        return prefetch_batch(
+            self._engine.route,
+            self._engine.grid,
+            self._engine.alone,
+            batch,
+            self._trouble(parameters),
+            side_by_side=self._side_by_side,
+            may_train=may_train,
+        )
 
     def synchronize(self) -> None:
         """Wait until all batches so far are checked; raise if one was invalid.
@@ -441,7 +443,7 @@ class _Collection(nn.Module):
         parameters, joined = self._parameters_in_order(), self._side_by_side
         prefetched = batch
         if not isinstance(batch, PrefetchedBatch):
-            prefetched = self._prefetch(batch, parameters)
+            prefetched = self._prefetch(batch, parameters, may_train=torch.is_grad_enabled())
         if prefetched.route is not self._engine.route:
             raise BatchError("The batch was prefetched by another collection, or before sharding.")
         prefetched.check()
@@ -575,9 +577,7 @@ class JaggedRows:
 
     def to_nested(self) -> torch.Tensor:
         """As a nested tensor of layout `torch.jagged`, bags × (ids) × embedding_dim."""
-        offsets = torch.zeros(len(self.lengths) + 1, dtype=torch.int64, device=self.lengths.device)
-        torch.cumsum(self.lengths, 0, out=offsets[1:])
-        return torch.nested.nested_tensor_from_jagged(self.values, offsets)
+        return torch.nested.nested_tensor_from_jagged(self.values, edges_of(self.lengths))
 
 
 class EmbeddingCollection(_Collection):

@@ -45,6 +45,14 @@ class RowState:
         return [(rank, (0, 0), numbers) for rank, numbers in self.holders]
 
 
+class _Pass(NamedTuple):
+    """What a backward pass leaves to the update; see `InBackward.take`."""
+
+    lookups: list[Lookups]
+    copies: list[dict[int, Rows]]
+    of_replicas: bool
+
+
 class InBackward:
     """Updates the rows that a batch looked up, in the backward pass of that batch.
 
@@ -61,7 +69,7 @@ class InBackward:
         self._states = states_like(stacks, optimizer.states)
         self._columns = SharedColumns(stacks)
         self._holding = False
-        self._held: list[tuple[list[Lookups], list[dict[int, Rows]]]] = []
+        self._held: list[_Pass] = []
         #: Updates so far.
         self.num_steps = 0
 
@@ -101,22 +109,30 @@ class InBackward:
         """Apply the held gradients, as those of one batch."""
         held, self._held = self._held, []
         if held:
-            self._apply([h[0] for h in held], [h[1] for h in held])
+            self._apply(held)
 
     def skip(self) -> None:
         """Drop the held gradients."""
         self._held = []
 
-    def take(self, lookups: list[Lookups], copies: list[dict[int, Rows]]) -> None:
-        """Take a backward pass: lookups in sharded stacks, summed rows of replicated ones."""
-        if self._holding:
-            self._held.append((lookups, copies))
-        else:
-            self._apply([lookups], [copies])
+    def take(
+        self, lookups: list[Lookups], copies: list[dict[int, Rows]], *, of_replicas: bool
+    ) -> None:
+        """Take a backward pass: lookups in sharded stacks, summed rows of replicated ones.
 
-    def _apply(self, lookups: list[list[Lookups]], copies: list[list[dict[int, Rows]]]) -> None:
+        With `of_replicas`, other ranks get the lookups too, and make the same update.
+        """
+        taken = _Pass(lookups, copies, of_replicas)
+        if self._holding:
+            self._held.append(taken)
+        else:
+            self._apply([taken])
+
+    def _apply(self, passes: list[_Pass]) -> None:
         self.num_steps += 1
+        lookups = [each.lookups for each in passes]
         joint = self._update_columns(lookups)
+        has_replicas = any(each.of_replicas for each in passes)
         for place in range(len(self.stacks.ranks)):
             found = {}
             for k in range(len(self.stacks.weights[place])):
@@ -124,13 +140,13 @@ class InBackward:
                 if queries and k not in joint[place]:
                     found[k] = _joined(queries)
             update_stacks(
-                self._backend,
+                self._backend_of_copies if has_replicas else self._backend,
                 [self.stacks.weights[place][k] for k in found],
                 [query for query, _ in found.values()],
                 [grad for _, grad in found.values()],
                 [self._rule(place, k) for k in found],
             )
-        self._apply_copies(copies)
+        self._apply_copies([each.copies for each in passes])
 
     def states_of(self, place: int) -> list[torch.Tensor]:
         """All states of all stacks of the i-th rank present."""

@@ -230,6 +230,9 @@ class Jagged:
                 flat_weights, _ = _values_and_offsets(weights)
             return Jagged(features, values, offsets=offsets, weights=flat_weights)
         inner = {name: _values_and_offsets(one) for name, one in nested.items()}
+        if not inner:
+            nothing = torch.empty(0, dtype=torch.int64)
+            return Jagged((), nothing, lengths=nothing)
         flat_weights = None
         if weights is not None:
             if isinstance(weights, torch.Tensor):

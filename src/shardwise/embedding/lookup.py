@@ -22,13 +22,13 @@ from shardwise.effects import EffectOp
 from shardwise.embedding.in_backward import InBackward
 from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.stacks import Stacks, WriteCount
-from shardwise.errors import ArgumentError, UnsupportedError
+from shardwise.errors import ArgumentError, ShardwiseError, UnsupportedError
 from shardwise.lookup.backends.backend import Backend, Lookups, Query, Rows
 from shardwise.lookup.engine import Engine
 from shardwise.lookup.exchange import combined
 from shardwise.lookup.ids import counted, repeated
 from shardwise.lookup.prefetch import PrefetchedBatch
-from shardwise.lookup.step import RankStep
+from shardwise.lookup.step import RankStep, weights_train
 from shardwise.lookup.tiling import TableShard
 from shardwise.ops.lookup.row_sparse import gather_rows
 from shardwise.ops.lookup.row_sparse import make as make_row_sparse
@@ -76,8 +76,17 @@ def run_lookup(
     joined: bool,
 ) -> tuple[torch.Tensor, ...]:
     """One tensor per feature; with `joined`, one with all features side by side."""
+    weights = batch.weights
+    if (
+        torch.is_grad_enabled()
+        and not batch.is_alone
+        and not any(map(_REQUIRES_GRAD, parameters))
+        and (weights is None or not weights.requires_grad)
+        and weights_train(batch.arrive())
+    ):
+        weights = _START  # for the weights of other ranks, whose gradients this one helps to make
     if engine.optimizer is None:
-        return _Lookup.apply(engine, batch, joined, batch.weights, *parameters)
+        return _Lookup.apply(engine, batch, joined, weights, *parameters)
     trained: list[bool] | None = []
     if torch.is_grad_enabled():
         with without_subclass_functions():  # twice as fast; there may be a thousand tables
@@ -86,7 +95,7 @@ def run_lookup(
     updated = Updated(parameters, trained)
     # The tables are not inputs of autograd then: `start` makes it call backward.
     start = _START if trained is None or True in trained else None
-    return _FusedLookup.apply(engine, batch, joined, updated, batch.weights, start)
+    return _FusedLookup.apply(engine, batch, joined, updated, weights, start)
 
 
 def _forward(
@@ -170,6 +179,8 @@ class _FusedLookup(UntracedFunction):
         ctx.set_materialize_grads(False)
         ctx.engine, ctx.joined = engine, joined
         ctx.updated, ctx.batch = updated, batch
+        assert engine.optimizer is not None, "fused lookups have an optimizer"
+        ctx.num_steps = engine.optimizer.num_steps
         ctx.trace, outputs = _forward(engine, batch, joined, trace=ctx.needs_input_grad[5])
         return outputs
 
@@ -182,18 +193,26 @@ class _FusedLookup(UntracedFunction):
         averaged = replicas is not None and bool(replicas.means)
         assert engine.optimizer is not None, "fused lookups have an optimizer"
         plain = updated.trained is None and not averaged and not engine.optimizer.is_holding
-        if ctx.trace is not None and plain and not ctx.needs_input_grad[4]:
+        is_used = any(grad is not None for grad in grads)
+        if ctx.trace is not None and plain and is_used and not ctx.needs_input_grad[4]:
             ctx.batch.update(ctx.trace, grads)
             _count_writes(engine, updated.parameters)
             return None, None, None, None, None, None
-        lookups, copies, of_weights = _backward(engine, ctx.batch.arrive(), grads, ctx.joined)
+        steps = ctx.batch.arrive()
+        if ctx.num_steps != engine.optimizer.num_steps and weights_train(steps):
+            raise ShardwiseError(
+                "The gradient of the weights of ids needs the rows that were looked up, and "
+                "backward of another lookup has updated the tables since. Run backward inside "
+                "optimizer.hold(), then call optimizer.step()."
+            )
+        lookups, copies, of_weights = _backward(engine, steps, grads, ctx.joined)
         if updated.trained is not None:
             _leave_out(engine.stacks, updated.trained, lookups, copies)
         if replicas is not None and averaged:
             lookups, copies = mean_over_replicas(
                 engine.stacks, engine.backend, replicas, lookups, copies
             )
-        engine.optimizer.take(lookups, copies)
+        engine.optimizer.take(lookups, copies, of_replicas=averaged)
         _count_writes(engine, updated.parameters)
         return None, None, None, None, of_weights, None
 

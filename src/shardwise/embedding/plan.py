@@ -114,24 +114,8 @@ class Plan:
 
     def cuts(self, tables: Sequence[Table], num_ranks: int) -> list[TableSplit]:
         """How each table is split over `num_ranks` ranks; an error names what does not fit."""
-        chosen = self._chosen(tables)
-        load = [0] * num_ranks
-        found: dict[str, TableSplit] = {}
-        unassigned: list[Table] = []
-        for table in tables:
-            kind, options = chosen[table.name]
-            if kind == "table_wise" and "rank" not in options:
-                unassigned.append(table)
-                continue
-            found[table.name] = split = _split_table(table, kind, options, num_ranks)
-            for rank in range(num_ranks):
-                load[rank] += _num_numbers(table, split, rank)
-        # Largest first to the emptiest rank: the same on every rank, and close to even.
-        for table in sorted(unassigned, key=lambda t: -t.num_embeddings * t.embedding_dim):
-            rank = load.index(min(load))
-            load[rank] += table.num_embeddings * table.embedding_dim
-            found[table.name] = _split_table(table, "table_wise", {"rank": rank}, num_ranks)
-        return [found[table.name] for table in tables]
+        found = zip(tables, self.holders(tables, num_ranks), strict=True)
+        return [_split_table(table, *holders, num_ranks) for table, holders in found]
 
     def holders(
         self, tables: Sequence[Table], num_ranks: int
@@ -152,20 +136,19 @@ class Plan:
         load = [0] * num_ranks
         for table in tables:
             kind, options = chosen[table.name]
-            given = options.get("rank") if kind == "table_wise" else options.get("ranks")
-            if kind == "table_wise" and given is None:
-                unassigned.append(table)
-            elif given is not None:
-                ranks = [given] if kind == "table_wise" else given
+            if options:
+                ranks = [options["rank"]] if kind == "table_wise" else options["ranks"]
                 found[table.name] = holders = _checked_ranks(table, kind, ranks, num_ranks)
                 for rank, numbers in zip(holders, _numbers(table, kind, len(holders)), strict=True):
                     load[rank] += numbers
+            elif kind == "table_wise":
+                unassigned.append(table)
             else:
                 found[table.name] = None
                 if kind != "data_parallel":
                     for rank, numbers in enumerate(_numbers(table, kind, num_ranks)):
                         load[rank] += numbers
-        # As in `cuts`: largest first, to the lowest of the emptiest ranks.
+        # Largest first, to the lowest of the emptiest ranks: the same on every rank.
         heap = [(numbers, rank) for rank, numbers in enumerate(load)]
         heapq.heapify(heap)
         for table in sorted(unassigned, key=lambda t: -t.num_embeddings * t.embedding_dim):
@@ -271,16 +254,15 @@ def _checked_entry(name: str, entry: Any) -> None:
         raise LayoutError(f"Plan entry {name!r}: grid needs ranks, those that share the rows.")
 
 
-def _split_table(table: Table, kind: str, options: Mapping[str, Any], num_ranks: int) -> TableSplit:
+def _split_table(
+    table: Table, kind: str, ranks: Sequence[int] | None, num_ranks: int
+) -> TableSplit:
     if kind == "data_parallel":
         return TableSplit(kind, (table.num_embeddings,) * num_ranks)
-    everywhere = list(range(num_ranks))
-    given = [options["rank"]] if kind == "table_wise" else options.get("ranks", everywhere)
-    ranks = _checked_ranks(table, kind, given, num_ranks)
-    _check_columns(table, kind, len(ranks))
+    holders = range(num_ranks) if ranks is None else ranks
     size = table.embedding_dim if kind == "column_wise" else table.num_embeddings
     sizes = [0] * num_ranks
-    for rank, length in zip(ranks, lengths(size, len(ranks), None), strict=True):
+    for rank, length in zip(holders, lengths(size, len(holders), None), strict=True):
         sizes[rank] = length
     return TableSplit(kind, tuple(sizes))
 
@@ -313,11 +295,6 @@ def _checked_ranks(table: Table, kind: str, given: Any, num_ranks: int) -> list[
             f"{num_ranks - 1}, each to be named once."
         )
     return sorted(given)
-
-
-def _num_numbers(table: Table, split: TableSplit, rank: int) -> int:
-    other = table.num_embeddings if split.by_columns else table.embedding_dim
-    return split.sizes[rank] * other
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,13 +198,24 @@ def states_like(stacks: Stacks, names: Mapping[str, bool]) -> list[list[dict[str
 _CHUNK_NUMBERS = 1 << 22
 
 
-def draw_tables(stacks: Stacks, generator: torch.Generator | None = None) -> None:
+def draw_tables(stacks: Stacks) -> None:
     """Draw a table of n rows uniformly between -1/√n and 1/√n.
 
     Every rank draws all rows, some at a time, and keeps those that it owns: the values are those of
     one device, and no rank needs memory for more than its shard.
     """
-    device = stacks.device if generator is None else generator.device
+    grid = stacks.grid
+    if grid is None:
+        _draw(stacks, None, stacks.device)
+        return
+    mine, first = torch.default_generator.get_state(), _state_of_first_rank(grid)
+    generator = torch.Generator().set_state(first)
+    _draw(stacks, generator, generator.device)
+    if torch.equal(mine, first):  # the next tables get other values, as on one device
+        torch.default_generator.set_state(generator.get_state())
+
+
+def _draw(stacks: Stacks, generator: torch.Generator | None, device: torch.device) -> None:
     for number, table in enumerate(stacks.tiling.tables):
         bound = table.num_embeddings**-0.5
         step = max(1, _CHUNK_NUMBERS // table.embedding_dim)
@@ -215,12 +226,10 @@ def draw_tables(stacks: Stacks, generator: torch.Generator | None = None) -> Non
             stacks.fill_rows(number, first, rows)
 
 
-def generator_of_first_rank(grid: Grid) -> torch.Generator:
-    """A generator with the state of the first rank's default one, which is left as it is."""
+def _state_of_first_rank(grid: Grid) -> torch.Tensor:
     state = torch.default_generator.get_state().to(grid.device_type)
     with because("state of the random numbers", implicit=False):
-        state = agreed(collectives.broadcast(localize(grid, state), 0, grid, 0))
-    return torch.Generator().set_state(state.cpu())
+        return agreed(collectives.broadcast(localize(grid, state), 0, grid, 0)).cpu()
 
 
 # -- watched -------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from shardwise._torch.functions import foreach_mul
 from shardwise.core.mesh import Grid
 from shardwise.lookup.backends.backend import Backend, Lookups
-from shardwise.lookup.ids import repeated, segment_sums
+from shardwise.lookup.ids import edges_of, repeated, segment_sums
 from shardwise.lookup.messages import SplitIds
 from shardwise.lookup.prefetch import PrefetchQueue
 from shardwise.lookup.routing import LegBlock, Route, RowGroup
@@ -91,7 +91,9 @@ class Engine:
             per_rank = [list(row) for row in zip(*columns, strict=True)]
         buffers, local_rows = [], []
         for step, each in zip(steps, per_rank, strict=True):
-            flat, local = flatten_gradients(route, step, each, self.scale, joined, self.scratch)
+            flat, local = flatten_gradients(
+                route, step, each, held.dtype, self.scale, joined, self.scratch
+            )
             buffers.append(flat)
             local_rows.append(local)
         received = self._exchange(steps, buffers, back=True)
@@ -203,15 +205,12 @@ def _pooled(
 
 def _pooled_here(split: SplitIds, rows: torch.Tensor) -> torch.Tensor:
     """The sums of bags, from a row for each id; see Note [Rows instead of sums]."""
-    num = split.bag_lengths.shape[0]
     if split.once is not None:
         places = split.once.places
     else:
         places = torch.empty_like(split.order)
         places[split.order] = torch.arange(rows.shape[0], device=rows.device)
-    offsets = places.new_zeros(num + 1)
-    torch.cumsum(split.bag_lengths, 0, out=offsets[1:])
-    return segment_sums(rows, places, offsets, split.bag_weights)
+    return segment_sums(rows, places, edges_of(split.bag_lengths), split.bag_weights)
 
 
 def _spread_out(split: SplitIds, grad: torch.Tensor) -> torch.Tensor:
@@ -235,6 +234,7 @@ def flatten_gradients(
     route: Route,
     step: RankStep,
     grads: Sequence[torch.Tensor | None],
+    dtype: torch.dtype,
     scale: float,
     joined: bool,
     scratch: Scratch,
@@ -242,7 +242,11 @@ def flatten_gradients(
     """The gradients of received rows, flat as those came, and of local rows by stack."""
     if step.repeats is not None:
         grads = step.repeats.summed(grads)
-    sample = next(grad for grad in grads if grad is not None)
+    sample = next((grad for grad in grads if grad is not None), None)
+    if sample is None:  # other ranks may have gradients
+        shape = int(_row_counts(route, step)[0]), sum(route.dims) if joined else route.dims[0]
+        sample = torch.zeros(shape, dtype=dtype, device=step.bags.values.device)
+        grads = [sample, *grads[1:]]
     sizes = [step.packed.rows_of(route, b) * b.width for each in route.blocks for b in each]
     flat = scratch.numbers(sum(sizes), sample.dtype, sample.device)
     if joined and route.strips is not None:

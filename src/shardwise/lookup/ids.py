@@ -246,6 +246,17 @@ def spread(
     return torch.repeat_interleave(numbers.to(device), times, output_size=total)
 
 
+def edges_of(lengths: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Where each of some neighbours begins, and where the last one ends.
+
+    >>> edges_of(torch.tensor([2, 0, 1])).tolist()
+    [0, 2, 2, 3]
+    """
+    edges = lengths.new_zeros(lengths.shape[0] + 1, dtype=dtype)
+    torch.cumsum(lengths, 0, dtype=dtype, out=edges[1:])
+    return edges
+
+
 def places(mask: torch.Tensor) -> torch.Tensor:
     """The positions where a mask is true.
 

@@ -22,8 +22,10 @@ import torch
 from shardwise.comm.agreement import Fault, Faults, Meeting, joint_error
 from shardwise.comm.watch import because
 from shardwise.core.mesh import Grid
+from shardwise.errors import BatchError, ShardwiseError
 from shardwise.lookup.exchange import (
     FeatureBags,
+    Repeats,
     finished,
     places_together,
     ranks_present,
@@ -40,6 +42,12 @@ from shardwise.lookup.messages import (
 from shardwise.lookup.routing import Route
 from shardwise.lookup.step import RankStep
 from shardwise.simulation.ranks import one_tensor, part_per_rank, present
+
+
+def unreadable(error: Exception) -> Fault:
+    """An error of any kind that a batch led to: the other ranks wait for this one."""
+    kind = type(error) if isinstance(error, ShardwiseError) else BatchError
+    return Fault(f"the batch cannot be read: {type(error).__name__}: {error}", kind)
 
 
 class PrefetchedBatch:
@@ -66,9 +74,8 @@ class PrefetchedBatch:
         self.weights = weights
         #: The batches as they came, and without ids that repeat.
         self._bags = [each for each in found if isinstance(each, FeatureBags)]
-        self._once = [route.without_repeats(bags) for bags in self._bags]
-        once = iter(self._once)
-        packed = [each if isinstance(each, Fault) else pack(route, next(once)[0]) for each in found]
+        self._once: list[tuple[FeatureBags, Repeats | None]] = []
+        packed = [each if isinstance(each, Fault) else self._pack(each) for each in found]
         self._packed = [each for each in packed if isinstance(each, Packed)]
         self._ranks = [0] if grid is None else ranks_present(grid)
         self._notes = [each.note for each in self._packed]
@@ -80,8 +87,17 @@ class PrefetchedBatch:
             self._faults = Faults(grid, "what is wrong with a batch", lead)
             self._meeting = self._meet(grid, packed)
         else:
-            wrong = [each for each in found if isinstance(each, Fault)]
+            wrong = [each for each in packed if isinstance(each, Fault)]
             self._error = joint_error(lead, {0: wrong[0]}, 1) if wrong else None
+
+    def _pack(self, bags: FeatureBags) -> Packed | Fault:
+        try:
+            once = self.route.without_repeats(bags)
+            packed = pack(self.route, once[0])
+        except Exception as error:
+            return unreadable(error)
+        self._once.append(once)
+        return packed
 
     def _meet(self, grid: Grid, packed: Sequence[Packed | Fault]) -> Meeting:
         """Start the exchange of counts, with which each rank says whether its batch is valid."""

@@ -151,11 +151,13 @@ class Route:
     """What is the same for every batch: the legs to each rank, and those to replicated tables."""
 
     def __init__(
-        self, tiling: TableTiling, *, pooled: bool, weight_dtype: torch.dtype = torch.float32
+        self, tiling: TableTiling, *, pooled: bool, dtype: torch.dtype = torch.float32
     ) -> None:
+        """`dtype` is that of the tables."""
         self.tiling, self.pooled = tiling, pooled
         #: The dtype of weights of ids in messages, and how many int32 one of them takes there.
-        self.weight_dtype, self.weight_ints = weight_dtype, weight_dtype.itemsize // 4
+        self.weight_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.weight_ints = self.weight_dtype.itemsize // 4
         self.num_ranks = tiling.num_ranks
         feature_tables = [t for t, table in enumerate(tiling.tables) for _ in table.features]
         self.num_features = len(feature_tables)

@@ -32,11 +32,12 @@ from shardwise.shard.table_lookup import (
     Lookup,
     Stage,
     declare,
+    like,
     split_of,
     traced,
 )
 from shardwise.shard.tensor import ShardedTensor, first_sharded, functions, spec_functions
-from shardwise.simulation.ranks import agreed, each_rank, is_per_rank, localize, one_for_all, sized
+from shardwise.simulation.ranks import agreed, each_rank, localize, sized
 
 # The weight stays where it is: inputs are gathered on all ranks, each computes with its shard, and
 # results are sent back. Backward runs the same steps in reverse. Each rank has its own loss. Its
@@ -57,16 +58,19 @@ def linear(
     if not has_values(weight._local):
         return traced(_LINEAR, weight, {}, input=x, bias=whole)
     grid, in_features = weight._tiling.grid, weight._tiling.shape[1]
+    trains = x.requires_grad and torch.is_grad_enabled()
 
     def describe(mine: torch.Tensor) -> tuple[Sequence[int], str | None]:
         if not mine.dim() or mine.shape[-1] != in_features or mine.dtype != weight.dtype:
-            return [0], (
+            return [0, 0], (
                 f"inputs have shape (..., {in_features}) and dtype {weight.dtype}; found "
                 f"{tuple(mine.shape)}, {mine.dtype}."
             )
-        return [mine.numel() // in_features if in_features else 0], None
+        return [mine.numel() // in_features if in_features else 0, trains], None
 
-    counts = tuple(n for (n,) in gather_numbers(grid, what, describe, x))
+    counts, train = zip(*gather_numbers(grid, what, describe, x), strict=True)
+    if any(train) and not trains:  # backward of other ranks needs this one's
+        x = x.detach().requires_grad_()
     route = ToEveryone(weight._tiling, split, counts)
     return _Linear.apply(weight, route, x, whole)
 
@@ -206,16 +210,9 @@ class _Linear(UntracedFunction):
         return (
             of_weight,
             None,
-            _like(of_x, ctx.x),
-            _like(of_bias[0] if needs[3] else None, ctx.bias),
+            like(of_x, ctx.x),
+            like(of_bias[0] if needs[3] else None, ctx.bias),
         )
-
-
-def _like(grad: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor | None:
-    """A gradient per rank, or one for all if `x` is one tensor."""
-    if grad is None or x is None:
-        return None
-    return sized(grad) if is_per_rank(x) else one_for_all(sized(grad))
 
 
 def all_gather_uneven(x: torch.Tensor, counts: tuple[int, ...], grid: Grid) -> torch.Tensor:

@@ -33,7 +33,7 @@ from shardwise.lookup.ids import dtype_fault, offsets_fault, promoted
 from shardwise.lookup.prefetch import PrefetchedBatch, PrefetchQueue
 from shardwise.lookup.routing import Route
 from shardwise.lookup.scratch import Scratch
-from shardwise.lookup.step import RankStep
+from shardwise.lookup.step import RankStep, weights_train
 from shardwise.lookup.tiling import Table, tiling_of_one
 from shardwise.ops.lookup.row_sparse import make as make_row_sparse
 from shardwise.shard.spec import (
@@ -46,13 +46,21 @@ from shardwise.shard.spec import (
     shards_of,
 )
 from shardwise.shard.tensor import ShardedTensor
-from shardwise.simulation.ranks import each_rank, one_for_all, one_tensor, part_per_rank
+from shardwise.simulation.ranks import (
+    each_rank,
+    is_per_rank,
+    one_for_all,
+    one_tensor,
+    part_per_rank,
+    sized,
+)
 
 _BACKEND = make_backend("auto")
+_START = torch.zeros((), device="cpu", requires_grad=True)
 
 
 @functools.lru_cache(maxsize=512)
-def _engine(tiling: Tiling, pooling: str | None, weight_dtype: torch.dtype, mean: bool) -> Engine:
+def _engine(tiling: Tiling, pooling: str | None, dtype: torch.dtype, mean: bool) -> Engine:
     """The engine of a table; `pooling` is None for a row per id."""
     assert tiling.split is not None, "a table that is looked up has one shard per rank"
     (num_rows, num_columns), ranks = tiling.shape, tiling.grid.ranks
@@ -60,7 +68,7 @@ def _engine(tiling: Tiling, pooling: str | None, weight_dtype: torch.dtype, mean
     intervals = [tiling.split.intervals[rank] for rank in ranks]
     where = tiling_of_one(table, tiling.split.dim, intervals)
     return Engine(
-        route=Route(where, pooled=pooling is not None, weight_dtype=weight_dtype),
+        route=Route(where, pooled=pooling is not None, dtype=dtype),
         grid=tiling.grid,
         backend=_BACKEND,
         scale=1 / len(ranks) if mean else 1.0,
@@ -174,15 +182,16 @@ def _run(
     kept: list[torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
     weight, grid = lookup.weight, lookup.grid
-    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    engine = _engine(weight._tiling, pooling, wide, weight.grad_reduction == "mean")
+    engine = _engine(weight._tiling, pooling, weight.dtype, weight.grad_reduction == "mean")
     batch = PrefetchedBatch(engine.route, grid, found, samples, f"{lookup.what}: ")
     call = TableLookup(lookup, engine, batch, finish, kept)
     with because(lookup.what, implicit=False):
         steps = batch.arrive()
         if lookup.max_norm is not None:
             _shorten(call, steps, lookup.max_norm)
-        return _TableLookup.apply(weight, call, samples)
+        # Backward of other ranks needs this one's, for the gradients of their weights.
+        start = _START if torch.is_grad_enabled() and weights_train(steps) else None
+        return _TableLookup.apply(weight, call, samples, start)
 
 
 # -- on the requester ----------------------------------------------------------------------------
@@ -210,11 +219,18 @@ def _pooled(
 
 
 class _TableLookup(UntracedFunction):
-    """`apply(weight, call, samples)`: the exchange of rows, and of gradients backward."""
+    """`apply(weight, call, samples, start)`: the exchange of rows, and of gradients backward.
+
+    `start`, where it is given, has autograd call backward, whatever else requires grad.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, weight: ShardedTensor, call: TableLookup, samples: torch.Tensor | None
+        ctx: Any,
+        weight: ShardedTensor,
+        call: TableLookup,
+        samples: torch.Tensor | None,
+        start: torch.Tensor | None,
     ) -> torch.Tensor:
         grid, ranks = call.lookup.grid, call.lookup.grid.ranks
         ctx.call, ctx.samples = call, samples
@@ -248,12 +264,16 @@ class _TableLookup(UntracedFunction):
             )
         if found is not None and ctx.samples is not None:
             of_samples = one_tensor(grid, _put_back(ctx, found))
-        if not ctx.needs_input_grad[2]:
-            of_samples = None
-        elif of_samples is not None and type(ctx.samples) is torch.Tensor:
-            of_samples = one_for_all(of_samples)
+        of_samples = like(of_samples, ctx.samples) if ctx.needs_input_grad[2] else None
         of_weight = _weight_gradient(ctx, lookups) if ctx.needs_input_grad[0] else None
-        return of_weight, None, of_samples
+        return of_weight, None, of_samples, None
+
+
+def like(grad: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient per rank, or one for all if `x` is one tensor."""
+    if grad is None or x is None:
+        return None
+    return sized(grad) if is_per_rank(x) else one_for_all(sized(grad))
 
 
 def _put_back(ctx: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:

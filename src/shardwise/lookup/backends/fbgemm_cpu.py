@@ -14,6 +14,7 @@ import torch
 from shardwise.errors import ArgumentError
 from shardwise.lookup.backends.backend import Query
 from shardwise.lookup.backends.torch_kernels import TorchBackend, in_parts
+from shardwise.lookup.ids import edges_of
 from shardwise.lookup.optimizers import SGD, Adagrad, RowUpdate, RowWiseAdagrad
 
 _SUM = 0
@@ -106,9 +107,7 @@ def _takes(weight: torch.Tensor, query: Query) -> bool:
 def _offsets(query: Query) -> torch.Tensor:
     if query.lengths is None:
         return torch.arange(query.ids.shape[0] + 1)
-    offsets = torch.zeros(query.num_bags + 1, dtype=torch.int64)
-    torch.cumsum(query.lengths, 0, out=offsets[1:])
-    return offsets
+    return edges_of(query.lengths)
 
 
 def _weights(query: Query) -> torch.Tensor | None:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from shardwise.lookup.backends.backend import Query
-from shardwise.lookup.ids import repeated, segment_sums, sorted_with_order, starts_of_runs
+from shardwise.lookup.ids import edges_of, repeated, segment_sums, sorted_with_order, starts_of_runs
 from shardwise.lookup.optimizers import SGD, FusedOptimizer, RowUpdate
 from shardwise.lookup.scratch import Lent
 
@@ -53,7 +53,9 @@ class TorchBackend:
         if query.lengths is None:
             rows = weight.index_select(0, query.ids)
             return rows if query.weights is None else rows.mul_(query.weights.unsqueeze(1))
-        return segment_sums(weight, query.ids, _offsets(query), query.weights)
+        return segment_sums(
+            weight, query.ids, edges_of(query.lengths, query.ids.dtype), query.weights
+        )
 
     def row_gradient(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor
@@ -164,9 +166,9 @@ def _multiply_and_add(
     """Add to each row its bags' gradients, times the values of its ids and a factor."""
     if looked_up.weights is not None:
         values = values * looked_up.weights.to(weight.dtype)
-    edges = _edges(torch.bincount(looked_up.ids, minlength=weight.shape[0]))
+    counts = torch.bincount(looked_up.ids, minlength=weight.shape[0])
     shape = (weight.shape[0], grad.shape[0])
-    matrix = _compressed(edges, looked_up.bags, values.contiguous(), shape)
+    matrix = _compressed(edges_of(counts, torch.int32), looked_up.bags, values.contiguous(), shape)
     torch.addmm(weight, matrix, grad, alpha=factor, out=weight)
 
 
@@ -187,26 +189,12 @@ def _chunks(
         yield slice(first, last), segment_sums(grad, bags[start:end], offsets, some_weights)
 
 
-def _edges(counts: torch.Tensor) -> torch.Tensor:
-    """Where each group of `counts` begins, and where the last one ends."""
-    edges = counts.new_zeros(counts.shape[0] + 1, dtype=torch.int32)
-    torch.cumsum(counts, 0, dtype=torch.int32, out=edges[1:])
-    return edges
-
-
 def _compressed(
     edges: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]
 ) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
         return torch.sparse_csr_tensor(edges, columns, values, shape, check_invariants=False)
-
-
-def _offsets(query: Query) -> torch.Tensor:
-    assert query.lengths is not None, "bags have lengths"
-    offsets = query.ids.new_zeros(query.num_bags + 1)
-    torch.cumsum(query.lengths, 0, dtype=offsets.dtype, out=offsets[1:])
-    return offsets
 
 
 # -- by row --------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from shardwise.kernels.lookup import (
 from shardwise.kernels.tables import IdBags, KnownSets, TableSet, first_bags, one_after_another
 from shardwise.kernels.update import row_sums, update
 from shardwise.lookup.backends.backend import Query
+from shardwise.lookup.ids import edges_of
 from shardwise.lookup.optimizers import (
     SGD,
     Adagrad,
@@ -123,8 +124,7 @@ class TritonBackend:
         lengths = _joined([query.lengths for query in queries], queries)
         offsets = None
         if lengths is not None:
-            offsets = lengths.new_zeros(lengths.shape[0] + 1)
-            torch.cumsum(lengths, 0, dtype=offsets.dtype, out=offsets[1:])
+            offsets = edges_of(lengths, lengths.dtype)
         bags = IdBags(
             queries[0].ids if len(queries) == 1 else torch.cat([q.ids for q in queries]),
             offsets,
