@@ -205,3 +205,24 @@ def test_of_plans_within_the_gap_the_one_with_the_fewest_kernel_calls_is_taken(m
     assert found.plan == plan(work, 4, gap=0.02, memory=memory).plan
     # Without time the first plan is the answer.
     assert plan(work, 4, gap=0.02, memory=memory, seconds=0.0).gap < 1
+
+
+def test_no_table_is_replicated_where_that_costs_a_reduction_of_its_own():
+    tables = [Table(f"big{i}", 50_000, 32) for i in range(8)]
+    tables += [Table(f"small{i}", 20 + i, 32) for i in range(3)]
+    work = workload(tables, batch=2048, ids_per_bag=4.0, repeated=0.5)
+    # Legs are dear enough that small tables are replicated.
+    free = replace(Constants.of("cpu"), copies_s=0.0, leg_s=2e-4, width_s=0.0)
+
+    def copied(constants):
+        found = plan(work, 4, constants=constants, gap=0.2)
+        return [name for name, entry in found.plan.entries.items() if entry == "data_parallel"]
+
+    assert len(copied(free)) > 1
+    assert copied(replace(free, copies_s=0.01)) == []
+
+
+def test_a_result_is_shown_in_a_line():
+    found = plan(TABLES, 4, **FIGURES)
+    assert repr(found).startswith("PlanResult(4 tables, 4 ranks, cost_s=")
+    assert len(repr(found)) < 100

@@ -30,7 +30,7 @@ UNLIMITED = float(1 << 60)
 _MOST_TRIED = 20_000
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PlanResult:
     """A plan, its cost, and the bound of the best plan's cost."""
 
@@ -61,6 +61,13 @@ class PlanResult:
     @property
     def gap(self) -> float:
         return gap_of(self.cost_s, self.bound_s)
+
+    def __repr__(self) -> str:
+        # Its arrays would fill pages.
+        return (
+            f"PlanResult({len(self.work.uses)} tables, {self.setting.num_ranks} ranks, "
+            f"cost_s={self.cost_s:.4g}, bound_s={self.bound_s:.4g})"
+        )
 
 
 def plan(
