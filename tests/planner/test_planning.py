@@ -93,6 +93,12 @@ def test_a_missing_solver_is_no_error(monkeypatch):
         ({"memory": float("nan")}, "memory"),
         ({"hosts": 3}, "hosts"),
         ({"constants": "nowhere.json"}, "no file of constants"),
+        ({"constants": None}, "constants are Constants"),
+        ({"gap": "small"}, "gap is a number"),
+        ({"gap": None}, "gap is a number"),
+        ({"seconds": "3"}, "seconds is a number"),
+        ({"dtype": "float32"}, "dtype is that of the tables"),
+        ({"sample": 3}, "sample gives batches"),
     ],
 )
 def test_bad_figures(given, message):
@@ -103,6 +109,8 @@ def test_bad_figures(given, message):
 def test_no_tables_and_no_ranks():
     with pytest.raises(ArgumentError, match="at least one Table"):
         plan([], 4)
+    with pytest.raises(ArgumentError, match="a list of Tables"):
+        plan(TABLES[0], 4)
     with pytest.raises(ArgumentError, match="at least one rank"):
         plan(TABLES, 0)
 

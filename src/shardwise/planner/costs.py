@@ -495,6 +495,11 @@ class Constants:
             return given
         if isinstance(given, str) and given in SHIPPED:
             return Constants.load(Path(__file__).parent / f"constants_{given}.json")
+        if not isinstance(given, str | os.PathLike):
+            raise ArgumentError(
+                f"constants are Constants, the path of a file, or one of {', '.join(SHIPPED)}; "
+                f"found {given!r}."
+            )
         if not Path(given).is_file():
             raise ArgumentError(
                 f"There is no file of constants {os.fspath(given)!r}; those that ship are "
