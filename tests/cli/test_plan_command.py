@@ -130,6 +130,7 @@ def test_explain_prices_ten_thousand_ranks(run):
         (("", ""), ("--seconds", "nan"), "seconds is a number from 0 on"),
         (("", ""), ("--gap", "-1"), "gap is a number from 0 on"),
         (("", ""), ("--html", "nowhere/page.html"), "no folder for 'nowhere/page.html'"),
+        (("", ""), ("--html", "."), "'.' is a folder"),
         (("", ""), ("--exchange-dtype", "int8"), "bfloat16"),
         (("", ""), ("--compare", "other.toml"), "does not fit the tables"),
         (("", ""), ("--compare", "nowhere.toml"), "nowhere.toml cannot be read"),

@@ -46,10 +46,11 @@ def test_constants_of_steps_are_found_again():
     """Not each of them, as some always occur together, but the steps that they make."""
     terms = (0.0, 1e-5, 1e-8, 2e-8, TOUCHED, (1e-11, 1e-10, 2e-10), 1e-10)
     truth = Constants(
-        name="truth", lookup=Kernel(*terms), update=Kernel(*terms, 1e-7, 1e-9),
+        name="truth", lookup=Kernel(*terms), update=Kernel(*terms, 1e-7, 1e-9, 3e-7),
         latency_s=0.0, latency_between_s=0.0, owner_byte_s=3e-10, owner_byte_between_s=3e-10,
         asker_byte_s=4e-10, leg_s=1e-5, send_id_s=1e-8, split_id_s=2e-8, copy_byte_s=2e-9,
         copy_byte_between_s=2e-9, step_s=3e-3, width_s=1e-3, sum_id_s=1e-7, group_s=4e-4,
+        copies_s=2e-3, split_leg_s=0.0,
     )  # fmt: skip
     cases = step_cases(4)
 

@@ -93,6 +93,12 @@ def test_a_missing_solver_is_no_error(monkeypatch):
         ({"memory": float("nan")}, "memory"),
         ({"hosts": 3}, "hosts"),
         ({"constants": "nowhere.json"}, "no file of constants"),
+        ({"constants": None}, "constants are Constants"),
+        ({"gap": "small"}, "gap is a number"),
+        ({"gap": None}, "gap is a number"),
+        ({"seconds": "3"}, "seconds is a number"),
+        ({"dtype": "float32"}, "dtype is that of the tables"),
+        ({"sample": 3}, "sample gives batches"),
     ],
 )
 def test_bad_figures(given, message):
@@ -103,6 +109,8 @@ def test_bad_figures(given, message):
 def test_no_tables_and_no_ranks():
     with pytest.raises(ArgumentError, match="at least one Table"):
         plan([], 4)
+    with pytest.raises(ArgumentError, match="a list of Tables"):
+        plan(TABLES[0], 4)
     with pytest.raises(ArgumentError, match="at least one rank"):
         plan(TABLES, 0)
 
@@ -205,3 +213,24 @@ def test_of_plans_within_the_gap_the_one_with_the_fewest_kernel_calls_is_taken(m
     assert found.plan == plan(work, 4, gap=0.02, memory=memory).plan
     # Without time the first plan is the answer.
     assert plan(work, 4, gap=0.02, memory=memory, seconds=0.0).gap < 1
+
+
+def test_no_table_is_replicated_where_that_costs_a_reduction_of_its_own():
+    tables = [Table(f"big{i}", 50_000, 32) for i in range(8)]
+    tables += [Table(f"small{i}", 20 + i, 32) for i in range(3)]
+    work = workload(tables, batch=2048, ids_per_bag=4.0, repeated=0.5)
+    # Legs are dear enough that small tables are replicated.
+    free = replace(Constants.of("cpu"), copies_s=0.0, leg_s=2e-4, width_s=0.0)
+
+    def copied(constants):
+        found = plan(work, 4, constants=constants, gap=0.2)
+        return [name for name, entry in found.plan.entries.items() if entry == "data_parallel"]
+
+    assert len(copied(free)) > 1
+    assert copied(replace(free, copies_s=0.01)) == []
+
+
+def test_a_result_is_shown_in_a_line():
+    found = plan(TABLES, 4, **FIGURES)
+    assert repr(found).startswith("PlanResult(4 tables, 4 ranks, cost_s=")
+    assert len(repr(found)) < 100

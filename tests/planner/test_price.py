@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -287,3 +288,40 @@ def test_groups_of_tables_split_by_rows_are_asked_for_apart():
 
     assert groups("table_wise") == pytest.approx(0.0, abs=1e-3)
     assert groups("row_wise") == pytest.approx(len({t.embedding_dim for t in TABLES}), abs=1e-3)
+
+
+def test_replicated_tables_cost_one_reduction_together():
+    constants = dataclasses.replace(Constants.of("cpu"), copies_s=1.0, group_s=0.0, width_s=0.0)
+    work = workload(TABLES, batch=64, ids_per_bag=3, repeated=0.0)
+    name = TABLES[0].name
+
+    def shared(plan, ranks=4):
+        return price(Plan.of(plan), work, Setting(ranks, ranks, constants, "sgd")).widths_s.max()
+
+    assert shared("table_wise") == 0.0
+    assert shared({"*": "table_wise", name: "data_parallel"}) == 1.0
+    assert shared("data_parallel") == 1.0
+    assert shared("data_parallel", ranks=1) == 0.0
+
+
+def test_narrow_rows_are_updated_by_another_kernel():
+    zero = Kernel(0.0, 0.0, 0.0, 0.0, (1.0,), (0.0,))
+    update = dataclasses.replace(zero, narrow_row_s=2.0)
+    widths = np.array([32.0, 60.0, 64.0, 512.0])
+    found = update.seconds(10.0, 10.0, widths, 5 * widths)
+    assert found.tolist() == [10.0, 10.0, 0.0, 0.0]
+
+
+def test_legs_to_split_rows_have_a_price_of_their_own():
+    work = workload(TABLES, batch=64, ids_per_bag=3, repeated=0.0)
+    plain = dataclasses.replace(Constants.of("cpu"), leg_s=1.0, split_leg_s=None)
+
+    def asking(kind, constants):
+        return price(Plan({"*": kind}), work, Setting(4, 4, constants, "sgd")).asking_s
+
+    for kind, fewer in (("row_wise", True), ("column_wise", False)):
+        before, after = (
+            asking(kind, c) for c in (plain, dataclasses.replace(plain, split_leg_s=0.0))
+        )
+        assert before > sum(len(t.features) for t in TABLES)
+        assert (after < 1.0) if fewer else after == before

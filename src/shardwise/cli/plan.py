@@ -76,6 +76,8 @@ def run_plan(
     for path in (output, html, calibrate_to):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ArgumentError(f"There is no folder for {path!r}; make it first.")
+        if path is not None and Path(path).is_dir():
+            raise ArgumentError(f"{path!r} is a folder; name a file in it.")
     if calibrate_to is not None:
         check_constants_path(calibrate_to)
         measured = calibrate()

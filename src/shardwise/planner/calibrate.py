@@ -7,6 +7,7 @@ GPU, kernels are timed alone (`benchmarks/planner_gpu.py`), and the seconds are 
 from __future__ import annotations
 
 import math
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -52,10 +53,10 @@ NUM_STEPS = 40
 #: Constants that are fitted to those steps, beside the terms of both kernels.
 FITTED = (
     "step_s", "width_s", "asker_byte_s", "leg_s", "send_id_s", "split_id_s", "sum_id_s",
-    "group_s", "copy_byte_s",
+    "group_s", "copies_s", "copy_byte_s",
 )  # fmt: skip
 TERMS = ("tile_s", "id_s", "bag_s", "bag_byte_s")
-ROW_TERMS = ("row_s", "row_byte_s")
+ROW_TERMS = ("row_s", "row_byte_s", "narrow_row_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class DrawnStep:
     skew: float
 
 
-def calibrate(*, num_ranks: int = 4, repeats: int = 7) -> Constants:
+def calibrate(*, num_ranks: int = 4, repeats: int = 11) -> Constants:
     """The constants of this machine's CPU, in CPU seconds."""
     threads = torch.get_num_threads()
     measured = launch(measure_steps, num_ranks, repeats, threads, collective_timeout_s=300)
@@ -94,6 +95,10 @@ def drawn_case(seed: int, num_ranks: int) -> DrawnStep:
     num = draw.randint(4, 30)
     bags, skew = draw.choice((128, 256, 512, 1024)), draw.choice((1.0, 2.0, 3.0))
     split, used = draw.random(), draw.randint(1, num_ranks)
+    # Some with tables split in one way only, and some without replicated ones, tell costs of these
+    # from those of others.
+    kinds = draw.choice((("row_wise", "column_wise", "grid"), ("row_wise",), ("column_wise",)))
+    copies = draw.choice((0.0, 0.3))
     tables: list[Table] = []
     ids: list[int] = []
     entries: dict[str, Entry] = {}
@@ -101,13 +106,13 @@ def drawn_case(seed: int, num_ranks: int) -> DrawnStep:
         name = f"t{i}"
         rows = int(math.exp(draw.uniform(math.log(4), math.log(200_000))))
         dim = draw.choice((8, 16, 32, 64, 64, 128, 128))
-        most = min(60, 50_000 // bags)
-        ids.append(min(most, max(1, int(math.exp(draw.gauss(1.2, 1.2))))))
+        most = min(60, 100_000 // bags)
+        ids.append(min(most, max(1, int(math.exp(draw.gauss(1.2, 1.6))))))
         tables.append(Table(name, rows, dim))
-        if rows < 3000 and draw.random() < 0.3:
+        if rows < 3000 and draw.random() < copies:
             entries[name] = "data_parallel"
         elif draw.random() < split and rows >= 100:
-            kind = draw.choice(("row_wise", "column_wise", "grid"))
+            kind = draw.choice(kinds)
             holders = min(draw.choice((2, 2, 3, 4) if kind == "grid" else (2, 4)), num_ranks)
             ranks = sorted(draw.sample(range(num_ranks), holders))
             entries[name] = kind if kind == "row_wise" else {"kind": kind, "ranks": ranks}
@@ -117,13 +122,15 @@ def drawn_case(seed: int, num_ranks: int) -> DrawnStep:
 
 
 def measure_steps(repeats: int, threads: int) -> tuple[list[float], float]:
-    """On each rank: the median CPU seconds of a step of each case, and of a byte sent or received.
+    """On each rank: CPU seconds of a step of each case, and of a byte sent or received.
 
+    Other programs only ever make a step slower, so it is the lower quartile of the repeats.
     The steps of all cases take turns, and each is taken with two batches, of which the second
     counts: that finds its own rows in no cache, and its code in all.
     """
     torch.set_num_threads(threads)
     num, rank = dist.get_world_size(), dist.get_rank()
+    keep_to_own_cores(rank, num)
     mesh = init_device_mesh("cpu", (num,))
     made = []
     for case in step_cases(num):
@@ -141,7 +148,21 @@ def measure_steps(repeats: int, threads: int) -> tuple[list[float], float]:
                 out = collection(batch)
                 out.backward(torch.ones_like(out))
                 times[place, number] = time.process_time() - start
-    return np.median(times[:, 1:], axis=1).tolist(), measure_exchange()
+    return np.quantile(times[:, 1:], 0.25, axis=1).tolist(), measure_exchange()
+
+
+def keep_to_own_cores(rank: int, num_ranks: int) -> None:
+    """Keep this process to some of its cores: moving between cores empties its caches.
+
+    Where there are fewer cores than ranks, ranks share them.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // num_ranks)
+    first = rank * each % len(cores)
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores[first : first + each])
 
 
 def measure_exchange(num: int = 1 << 20, repeats: int = 10) -> float:
@@ -174,7 +195,9 @@ def fit_steps(cases: Sequence[DrawnStep], measured: Array, owner_byte_s: float) 
     num_ranks = len(measured)
     zero = Kernel(0.0, 0.0, 0.0, 0.0, TOUCHED, tuple(0.0 for _ in TOUCHED))
     nothing: dict[str, Any] = {e.name: 0.0 for e in fields(Constants) if e.type == "float"}
-    empty = Constants(name="this machine", lookup=zero, update=zero, width_s=0.0, **nothing)
+    empty = Constants(
+        name="this machine", lookup=zero, update=zero, width_s=0.0, split_leg_s=0.0, **nothing
+    )
     # More bytes touched are never read faster: each piece adds to those before it.
     pieces = [tuple(float(k >= i) for k in range(len(TOUCHED))) for i in range(len(TOUCHED))]
     lookups = [replace(zero, **{name: 1.0}) for name in TERMS]  # type: ignore[arg-type]

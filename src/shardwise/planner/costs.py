@@ -45,6 +45,8 @@ ID_BYTES = 4
 LEAST_COLUMNS = 4
 #: A split of fewer rows per rank is not offered: it sends as much and saves nothing.
 LEAST_ROWS = 100
+#: Rows of fewer bytes than these are updated by torch's kernels where wider ones have their own.
+NARROW_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +198,10 @@ class Loads:
         message = (sent + lengths) * ID_BYTES
         number_s = s.number_bytes * c.asker_byte_s + s.round_number_s
         seconds = sent * c.send_id_s + 2 * numbers * number_s
-        seconds = seconds + self.features * holders * c.leg_s
         split = np.asarray(holders) > 1
+        split_leg_s = c.leg_s if c.split_leg_s is None else c.split_leg_s
+        leg_s = np.where(by_rows & split, split_leg_s, c.leg_s)
+        seconds = seconds + self.features * holders * leg_s
         seconds = seconds + np.where(by_rows & split, ids * c.split_id_s, 0.0)
         seconds = seconds + np.where(by_id, ids * c.sum_id_s, 0.0)
         answers = bags if s.pooled else self.all_ids / s.num_ranks
@@ -388,7 +392,8 @@ def shard_sizes(size: int, holders: int) -> Ints:
 # table, per id and per bag: a kernel's time is not the sum of the times of tables alone.
 #
 # Note [Rows of an update]
-# An update reads and writes each different row once, however often it was looked up.
+# An update reads and writes each different row once, however often it was looked up. Narrow rows
+# may have another kernel; see `lookup.backends.registry`.
 
 
 FORMAT = "shardwise constants 1"
@@ -413,6 +418,8 @@ class Kernel:
     #: Seconds per different row, and per byte of those. See Note [Rows of an update].
     row_s: float = 0.0
     row_byte_s: float = 0.0
+    #: Further seconds per different row of fewer than `NARROW_BYTES`.
+    narrow_row_s: float = 0.0
 
     def seconds(self, ids: Any, bags: Any, row_bytes: Any, touched: Any) -> Array:
         """The seconds of shards that touch so many different bytes, without `call_s`."""
@@ -421,7 +428,8 @@ class Kernel:
         found = self.tile_s + ids * (self.id_s + row_bytes * per_byte)
         found = found + bags * (self.bag_s + row_bytes * self.bag_byte_s)
         rows = touched / np.maximum(row_bytes, 1.0)
-        return np.asarray(found + rows * self.row_s + touched * self.row_byte_s, float)
+        row_s = self.row_s + np.where(np.asarray(row_bytes) < NARROW_BYTES, self.narrow_row_s, 0.0)
+        return np.asarray(found + rows * row_s + touched * self.row_byte_s, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,6 +465,10 @@ class Constants:
     #: width whose rows are split over the same ranks; for the requesting ranks.
     sum_id_s: float = 0.0
     group_s: float = 0.0
+    #: Seconds of a step in which any table is replicated.
+    copies_s: float = 0.0
+    #: As `leg_s`, where rows are split; None: the same. A group's legs are handled together.
+    split_leg_s: float | None = None
     #: Where each figure comes from.
     sources: Mapping[str, str] = field(default_factory=dict)
     #: Seconds per byte of rows that are rounded to a narrower dtype, or widened.
@@ -483,6 +495,11 @@ class Constants:
             return given
         if isinstance(given, str) and given in SHIPPED:
             return Constants.load(Path(__file__).parent / f"constants_{given}.json")
+        if not isinstance(given, str | os.PathLike):
+            raise ArgumentError(
+                f"constants are Constants, the path of a file, or one of {', '.join(SHIPPED)}; "
+                f"found {given!r}."
+            )
         if not Path(given).is_file():
             raise ArgumentError(
                 f"There is no file of constants {os.fspath(given)!r}; those that ship are "
@@ -506,7 +523,7 @@ def _constants(file: Path, content: dict[str, Any]) -> Constants:
         if name in ("lookup", "update"):
             content[name] = _kernel(file, name, value)
         elif name not in ("name", "sources") and not (
-            name in ("at_once", "width_s") and value is None
+            name in ("at_once", "width_s", "split_leg_s") and value is None
         ):
             _check(file, name, value)
     return Constants(**content)

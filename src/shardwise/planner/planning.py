@@ -30,7 +30,7 @@ UNLIMITED = float(1 << 60)
 _MOST_TRIED = 20_000
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PlanResult:
     """A plan, its cost, and the bound of the best plan's cost."""
 
@@ -61,6 +61,13 @@ class PlanResult:
     @property
     def gap(self) -> float:
         return gap_of(self.cost_s, self.bound_s)
+
+    def __repr__(self) -> str:
+        # Its arrays would fill pages.
+        return (
+            f"PlanResult({len(self.work.uses)} tables, {self.setting.num_ranks} ranks, "
+            f"cost_s={self.cost_s:.4g}, bound_s={self.bound_s:.4g})"
+        )
 
 
 def plan(
@@ -97,9 +104,14 @@ def plan(
     >>> sorted(found.plan.entries), found.gap < 0.05
     (['day', 'item', 'user'], True)
     """
-    for name, number in (("seconds", seconds), ("gap", gap)):
-        if number is not None and not number >= 0:
+    for name, number in (("gap", gap), ("seconds", 0 if seconds is None else seconds)):
+        good = isinstance(number, int | float) and not isinstance(number, bool)
+        if not good or not number >= 0:
             raise ArgumentError(f"{name} is a number from 0 on, found {number!r}.")
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"dtype is that of the tables, as torch.float32; found {dtype!r}.")
+    if sample is not None and not isinstance(sample, Iterable):
+        raise ArgumentError(f"sample gives batches one after another, found {sample!r}.")
     work = as_workload(tables, batch=batch, ids_per_bag=ids_per_bag, repeated=repeated)
     num_ranks = _num_ranks(mesh)
     if sample is not None:
@@ -132,6 +144,8 @@ def as_workload(
     pooled = not isinstance(tables, EmbeddingCollection)
     if isinstance(tables, EmbeddingBagCollection | EmbeddingCollection):
         tables = tables.tables
+    if not isinstance(tables, Iterable):
+        raise ArgumentError(f"A plan is for a list of Tables, found {type(tables).__name__}.")
     return workload(tables, batch=batch, ids_per_bag=ids_per_bag, repeated=repeated, pooled=pooled)
 
 

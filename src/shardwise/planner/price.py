@@ -37,8 +37,9 @@ class Price:
     compute_s: Array
     exchange_s: Array
     asking_s: float
-    #: Seconds that are not a sum over tables: each width on a rank is its own kernel call, and
-    #: each group of tables that are split by rows is asked for by itself.
+    #: Seconds that are not a sum over tables: each width on a rank is its own kernel call, each
+    #: group of tables that are split by rows is asked for by itself, and gradients of all
+    #: replicated tables are reduced together.
     widths_s: Array
     #: Bytes of tables, of optimizer state, and of the buffers of a step.
     tables: Array
@@ -157,12 +158,13 @@ def price(plan: Plan, work: Workload, setting: Setting) -> Price:
     c = setting.constants
     more = c.lookup.call_s + c.update.call_s if c.width_s is None else c.width_s
     num_groups = len({(loads.dim[i], own) for i, own in enumerate(_owners(groups)) if own})
+    shared_s = num_groups * c.group_s + (c.copies_s if num > 1 and not travels.all() else 0.0)
     return Price(
         setting,
         sums[0],
         sums[1],
         float(asking[0]),
-        np.maximum(stacks - 1, 0) * more + num_groups * c.group_s,
+        np.maximum(stacks - 1, 0) * more + shared_s,
         sums[2],
         sums[3],
         sums[4] + asking[1],

@@ -1,10 +1,12 @@
 """Plans that cost about the same, but need fewer kernel calls.
 
 Note [Settling]
-A rank looks up and updates once per width of its shards, and every group of tables that are split
-by rows over the same ranks is asked for by itself. Neither is a sum over tables, so the search and
-its bound leave them out. Here a plan that is good without them changes one or two tables at a time,
-as long as the ranks take less with them and the cost without them stays within a limit.
+A rank looks up and updates once per width of its shards, every group of tables that are split by
+rows over the same ranks is asked for by itself, and replicated tables cost a reduction together.
+None of these is a sum over tables, so the search and its bound leave them out. Here a plan that is
+good without them changes one or two tables at a time, as long as the ranks take less with them and
+the cost without them stays within a limit. It starts once more with no table replicated, since that
+takes many changes of which only the last one helps.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +63,7 @@ class Settling:
         self._most = np.concatenate([[most_s - problem.base_s], problem.capacity]) * (1 + 1e-9)
         c = setting.constants
         self._call_s = c.lookup.call_s + c.update.call_s if c.width_s is None else c.width_s
-        self._group_s = c.group_s
+        self._group_s, self._copies_s = c.group_s, c.copies_s
         self._base_s = problem.base_s
         self._ways = [
             [_way(number, option, use.table.embedding_dim) for number, option in enumerate(each)]
@@ -74,11 +76,17 @@ class Settling:
 
     def plans(self) -> Iterator[Assignment]:
         """Better and better plans."""
-        if self._call_s <= 0 and self._group_s <= 0:
+        if max(self._call_s, self._group_s, self._copies_s) <= 0:
             return
         best = self._settle()
         kept = self._assignment()
         yield kept
+        if self._copies_s > 0:
+            self._spread_copies()
+            found = self._settle()
+            if found < best * (1 - _GAIN):
+                best, kept = found, self._assignment()
+                yield kept
         for _ in range(_KICKS):
             if self._over():
                 return
@@ -137,7 +145,9 @@ class Settling:
             return np.inf
         stacks = sum((each > 0 for each in self.stacks.values()), np.zeros(len(self._all)))
         each = self.loads[:, 0] + np.maximum(stacks - 1, 0) * self._call_s
-        each = each + (self._base_s + len(self.groups) * self._group_s)
+        copied = any(way.stack[0] for way in self.chosen)
+        shared = len(self.groups) * self._group_s + copied * self._copies_s
+        each = each + (self._base_s + shared)
         most = float(each.max())
         return most * float(((each / most) ** _NORM).mean()) ** (1 / _NORM)
 
@@ -153,6 +163,13 @@ class Settling:
             waited = waited + 1 if found >= now * (1 - _GAIN) else 0
             now = min(now, found)
         return now
+
+    def _spread_copies(self) -> None:
+        """Give each replicated table the option and ranks that end lowest, if it has others."""
+        for table, way in enumerate(self.chosen):
+            others = [other for other in self._ways[table] if not other.stack[0]]
+            if way.stack[0] and others:
+                self._put(table, *self._lowest(others))
 
     def _change(self, table: int, now: float = np.inf, *, at_random: bool = False) -> float:
         """The best option and ranks for a table, or random ones."""
@@ -179,6 +196,15 @@ class Settling:
             return [np.sort(lowest[: way.shards])]
         sets = itertools.combinations(lowest[: max(_SPREAD, way.shards)].tolist(), way.shards)
         return [np.sort(np.asarray(each, np.int64)) for each in sets]
+
+    def _lowest(self, ways: Sequence[_Way]) -> tuple[_Way, Ints]:
+        def height(pair: tuple[_Way, Ints]) -> float:
+            way, ranks = pair
+            loads = self.loads[:, 0] + way.everywhere[..., 0]
+            loads[ranks] += way.shard[0]
+            return float((loads**_NORM).sum())
+
+        return min(((way, ranks) for way in ways for ranks in self._places(way)), key=height)
 
     def _swap(self, table: int, now: float) -> float:
         """Exchange the ranks of a table with those of another that has as many shards."""
