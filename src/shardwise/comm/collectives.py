@@ -86,11 +86,7 @@ _GRADIENT_GROUPS = 2
 def gradient_group(grid: Grid, axis: int) -> str | None:
     """The name of a group along `axis` that sends gradients alone, of some in turn.
 
-    Note [Groups of gradients]
-    A gradient is sent when a hook finds it, which is at another moment of backward on a rank whose
-    graph is another: where it uses fewer parameters. Among the collectives of backward itself the
-    order would then differ between ranks. So gradients have groups of their own, and the order in
-    those depends on gradients alone. All ranks along the axis make such a group together.
+    All ranks along the axis make such a group together. See Note [Groups of gradients].
     """
     made = grid.gradient_groups[axis]
     if len(made) < _GRADIENT_GROUPS:

@@ -4,10 +4,15 @@ Note [Buckets]
 Parameters are put into buckets in reverse order, about the order in which backward reaches them. A
 bucket is sent when all its gradients are there and the buckets before it have been sent, those of
 reducers that began earlier too: all ranks start the same collectives in the same order, whatever
-they used, in groups of their own (Note [Groups of gradients] in `comm.collectives`). At the end of
-backward the rest is started, with zeros for gradients that a rank lacks, and all are awaited. Each
-bucket carries one flag per parameter, so a parameter that no rank used keeps no gradient.
-Row-sparse gradients of tables come last: their rows are gathered.
+they used. At the end of backward the rest is started, with zeros for gradients that a rank lacks,
+and all are awaited. Each bucket carries one flag per parameter, so a parameter that no rank used
+keeps no gradient. Row-sparse gradients of tables come last: their rows are gathered.
+
+Note [Groups of gradients]
+A bucket is sent when a hook finds it complete, which is at another moment of backward on a rank
+that uses other parameters. Among the collectives of backward itself, such as the exchanges of
+tables, the order would then differ between ranks. So buckets have process groups of their own, in
+which their order depends on gradients alone.
 
 Note [One reducer for nested modules]
 Declared modules that have parameters in common share a reducer: each gradient is reduced once, over
