@@ -42,8 +42,8 @@ def test_a_folder_that_may_not_be_written(tmp_path):
     [
         (
             programs.shard_by_different_plans,
-            r"disagree about the plan of a collection. Rank 0 has: b \(8×4\): row_wise \[4, 4\]. "
-            r"Rank 1 has: b \(8×4\): column_wise \[2, 2\]",
+            r"disagree about the plan of a collection. Rank 0 has: b \(8×4\): row_wise \[4, 4\], "
+            r"sum of b. Rank 1 has: b \(8×4\): column_wise \[2, 2\]",
         ),
         (
             programs.parallelize_by_different_plans,
