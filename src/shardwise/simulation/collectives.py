@@ -214,9 +214,11 @@ def name_of_groups(grid: Grid, axis: int) -> str:
 def name_of_new_groups(grid: Grid, axis: int) -> str | None:
     """The name of further process groups along `axis`; all ranks of one make it together.
 
-    None in a simulated world: there all ranks are at the same collective.
+    None in a simulated world: there all ranks are at the same collective. And where the job's group
+    is bound to a device: torch would split its communicator, for which it needs all ranks of it.
     """
-    if grid.world.simulated:
+    job = None if grid.world.simulated else dist.GroupMember.WORLD
+    if job is None or getattr(job, "bound_device_id", None) is not None:
         return None
     mine = grid.mesh.get_group(axis)
     ranks = dist.get_process_group_ranks(mine)
