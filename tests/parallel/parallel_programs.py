@@ -1,5 +1,6 @@
 """Programs that gloo processes run; plain functions, so that they can be sent to them."""
 
+import pickle
 from copy import deepcopy
 
 import pytest
@@ -165,6 +166,23 @@ def uneven_use_beside_other_collectives(declared):
                 torch.testing.assert_close(mine.detach().full_tensor(), parameter.detach())
             else:
                 torch.testing.assert_close(mine.grad, parameter.grad)
+
+
+def copies_on_one_rank():
+    """One rank copies the module and evaluates the copy, and the others do not wait for it."""
+    rank, num = dist.get_rank(), dist.get_world_size()
+    mesh = shardwise.init_device_mesh("cpu", (num,))
+    model = data_parallel(torch.nn.Linear(4, 4), mesh)
+    for _ in range(3):
+        if not rank:
+            copied = pickle.loads(pickle.dumps(deepcopy(model)))
+            with torch.no_grad():
+                copied(torch.ones(2, 4))
+        later = data_parallel(torch.nn.Linear(4, 4), mesh)
+        for each in (model, later):
+            each.zero_grad()
+            each(torch.full((2, 4), float(rank))).sum().backward()
+            torch.testing.assert_close(each.weight.grad, torch.full((4, 4), 2 * (num - 1) / 2))
 
 
 def tensor_and_data_axes(whole_mesh):

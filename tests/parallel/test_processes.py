@@ -15,6 +15,7 @@ pytestmark = pytest.mark.processes
         programs.loss_by_classes,
         programs.beside_ddp,
         programs.uneven_use,
+        programs.copies_on_one_rank,
         programs.experts_as_on_one_device,
         programs.gradient_penalties,
         programs.numeric_second_derivatives,

@@ -83,12 +83,15 @@ def _noted(name: str, grid: Grid, axis: int) -> str:
 _GRADIENT_GROUPS = 2
 
 
-def gradient_group(grid: Grid, axis: int) -> str | None:
+def gradient_group(grid: Grid, axis: int, *, together: bool) -> str | None:
     """The name of a group along `axis` that sends gradients alone, of some in turn.
 
-    All ranks along the axis make such a group together. See Note [Groups of gradients].
+    With `together`, all ranks along the axis call this, and make a group if it is needed. Otherwise
+    nothing changes here, and it is the first one. See Note [Groups of gradients].
     """
     made = grid.gradient_groups[axis]
+    if not together:
+        return made[0] if made else None
     if len(made) < _GRADIENT_GROUPS:
         new = name_of_new_groups(grid, axis) if grid.shape[axis] > 1 else None
         if new is None:

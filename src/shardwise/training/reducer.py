@@ -12,7 +12,8 @@ Note [Groups of gradients]
 A bucket is sent when a hook finds it complete, which is at another moment of backward on a rank
 that uses other parameters. Among the collectives of backward itself, such as the exchanges of
 tables, the order would then differ between ranks. So buckets have process groups of their own, in
-which their order depends on gradients alone.
+which their order depends on gradients alone. Front doors make them, which all ranks call. Copies
+and forward passes, which may be of one rank alone, take one that is there.
 
 Note [One reducer for nested modules]
 Declared modules that have parameters in common share a reducer: each gradient is reduced once, over
@@ -101,7 +102,7 @@ class DeclaredModule:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        make_reducer(self)
+        make_reducer(self, together=False)
 
     def all_data_axes(self) -> list[DataAxes]:
         """Also those of declared modules around this one and inside of it."""
@@ -138,7 +139,7 @@ class DeclaredModule:
                 if self.source is not None:
                     sync_values(new, each.axes, self.source)
             self.refresh()
-            make_reducer(self)
+            make_reducer(self, together=False)
         elif self.reducer is not None:
             self.reducer.drop_unfinished()
 
@@ -170,7 +171,7 @@ def declare(
     declared.source = declared.source if source is None else source
     declared.refresh()
     try:
-        make_reducer(declared)
+        make_reducer(declared, together=True)
     except Exception:
         declared.__dict__.update(before)
         raise
@@ -225,8 +226,11 @@ def _tables(module: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def make_reducer(declared: DeclaredModule) -> None:
-    """Make the reducer of a declared module and of those with parameters in common."""
+def make_reducer(declared: DeclaredModule, *, together: bool) -> None:
+    """Make the reducer of a declared module and of those with parameters in common.
+
+    With `together`, all ranks do so now.
+    """
     found = [_owners.get(id(p)) for p in declared.parameters]
     reducers = list({id(r): r for r in (declared.reducer, *found) if r is not None}.values())
     others = {id(d): d for r in reducers for d in r.modules if d is not declared}
@@ -234,7 +238,7 @@ def make_reducer(declared: DeclaredModule) -> None:
     for reducer in reducers:
         made.groups = {**reducer.groups, **made.groups}
         reducer.retire()
-    made.watch()
+    made.watch(together)
 
 
 class Reducer:
@@ -270,11 +274,11 @@ class Reducer:
 
     # -- watching ----------------------------------------------------------------------------
 
-    def watch(self) -> None:
+    def watch(self, together: bool) -> None:
         for reduction in dict.fromkeys(self.reductions.values()):
             for axis in (*reduction.sums, *reduction.means):
                 if axis not in self.groups:
-                    self.groups[axis] = collectives.gradient_group(*axis)
+                    self.groups[axis] = collectives.gradient_group(*axis, together=together)
         for declared in self.modules:
             declared.reducer = self
         for number, parameter in self.parameters.items():
