@@ -249,6 +249,8 @@ def test_compiled(heads):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+# Torch says so where the first matrix product of a process is one of backward.
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
 @pytest.mark.parametrize("heads", [3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_of_a_gpu(dtype, heads):
