@@ -14,17 +14,20 @@ contraction: they are Partial while a contracted letter is sharded.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from shardwise.core.placements import REPLICATE, Partial, Placement, Shard
 from shardwise.core.sizes import Size
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +194,10 @@ class Call:
                 if isinstance(placement, Shard) and placement.dim == dim:
                     found[placement.sizes] = None
         return list(found)
+
+    def asked(self, outputs: Sequence[_T]) -> tuple[_T, ...]:
+        """Of values for all possible outputs, those for the ones that `output_mask` asks for."""
+        return tuple(itertools.compress(outputs, self.argument("output_mask")))
 
     def replicated(self) -> Choice:
         """Everything replicated: correct for every op that is a function."""
@@ -415,6 +422,25 @@ def _placed(
     default: Placement,
 ) -> Placement:
     return Shard(letters.index(letter), sizes) if letter in letters else default
+
+
+def sharded_together(
+    call: Call,
+    inputs: Sequence[int | Placement],
+    outputs: Sequence[int | Placement],
+    local: LocalCall | None = None,
+    alone: tuple[tuple[int, int], ...] = (),
+) -> Iterator[Choice]:
+    """One choice per way to split a dim that several tensors share.
+
+    Each input and output is given as the number of that dim in it, or as its placement.
+    """
+
+    def placed(tensors: Sequence[int | Placement]) -> tuple[Placement, ...]:
+        return tuple(Shard(t, sizes) if isinstance(t, int) else t for t in tensors)
+
+    for sizes in call.splits([(i, dim) for i, dim in enumerate(inputs) if isinstance(dim, int)]):
+        yield Choice(placed(inputs), placed(outputs), local, alone=alone)
 
 
 def averages_too(meta: TensorMeta) -> tuple[str, ...]:

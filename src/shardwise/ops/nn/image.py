@@ -25,6 +25,8 @@ from shardwise.dispatch.rule import (
     Table,
     UnlessEmpty,
     linear_choices,
+    rule,
+    sharded_together,
     table,
 )
 from shardwise.ops.math.whole import batched
@@ -47,9 +49,8 @@ def planes(
         front = call.inputs[0].ndim - dims
         local = LocalCall(UnlessEmpty(call.op, _positions(call.op, shapes)), per_rank=True)
         for dim in range(front):
-            for sizes in call.splits([(i, dim) for i in range(len(call.inputs))]):
-                shard = Shard(dim, sizes)
-                yield Choice((shard,) * len(call.inputs), (shard,) * len(call.outputs), local)
+            inputs, outputs = [dim] * len(call.inputs), [dim] * len(call.outputs)
+            yield from sharded_together(call, inputs, outputs, local)
         yield from linear_choices(call, linear)
 
     return ops, Rule(choices, "... " + "[p] " * dims + "-> ... " + "[q] " * dims)
@@ -72,36 +73,24 @@ def grid_sample_choices(call: Call) -> Iterator[Choice]:
     """Planes (n, c, *in) and positions (n, *out, k) -> (n, c, *out)."""
     yield call.replicated()
     local = LocalCall(UnlessEmpty(call.op), per_rank=True)
-    for sizes in call.splits([(0, 0), (1, 0)]):
-        yield Choice((Shard(0, sizes),) * 2, (Shard(0, sizes),), local)
-    for sizes in call.splits([(0, 1)]):
-        yield Choice((Shard(1, sizes), REPLICATE), (Shard(1, sizes),), local)
+    yield from sharded_together(call, (0, 0), (0,), local)
+    yield from sharded_together(call, (1, REPLICATE), (1,), local)
     for dim in range(1, call.inputs[1].ndim - 1):
-        for sizes in call.splits([(1, dim)]):
-            yield Choice((REPLICATE, Shard(dim, sizes)), (Shard(dim + 1, sizes),), local)
+        yield from sharded_together(call, (REPLICATE, dim), (dim + 1,), local)
     yield from linear_choices(call, FIRST)
 
 
 def grid_sample_grad_choices(call: Call) -> Iterator[Choice]:
     """The gradient, planes and positions -> the gradients of planes and positions."""
-    asked = call.argument("output_mask")
-
-    def kept(planes: Placement, places: Placement) -> tuple[Placement, ...]:
-        # The gradient of the positions is always returned.
-        return (planes, places) if asked[0] else (places,)
-
-    yield call.replicated()
+    # The gradient of the positions is always returned.
+    first = 0 if call.argument("output_mask")[0] else 1
     local = LocalCall(UnlessEmpty(call.op), per_rank=True)
-    for sizes in call.splits([(0, 0), (1, 0), (2, 0)]):
-        shard = Shard(0, sizes)
-        yield Choice((shard,) * 3, kept(shard, shard), local)
-    for sizes in call.splits([(0, 1), (1, 1)]):
-        shard = Shard(1, sizes)
-        yield Choice((shard, shard, REPLICATE), kept(shard, SUM), local)
+    yield call.replicated()
+    yield from sharded_together(call, (0, 0, 0), (0, 0)[first:], local)
+    yield from sharded_together(call, (1, 1, REPLICATE), (1, SUM)[first:], local)
     for dim in range(1, call.inputs[2].ndim - 1):
-        for sizes in call.splits([(0, dim + 1), (2, dim)]):
-            inputs = (Shard(dim + 1, sizes), REPLICATE, Shard(dim, sizes))
-            yield Choice(inputs, kept(SUM, Shard(dim, sizes)), local)
+        inputs = (dim + 1, REPLICATE, dim)
+        yield from sharded_together(call, inputs, (SUM, dim)[first:], local)
     yield from linear_choices(call, FIRST)
 
 
@@ -115,10 +104,9 @@ def fractional_pool_choices(call: Call) -> Iterator[Choice]:
     dims = len(call.argument("kernel_size"))
     batched = call.inputs[0].ndim == dims + 2
     for dim in (0, 1) if batched else (0,):
-        for sizes in call.splits([(0, dim)]):
-            # The random numbers always have a batch dim.
-            samples = Shard(dim if batched else dim + 1, sizes)
-            yield Choice((Shard(dim, sizes), samples), (Shard(dim, sizes),) * 2, local)
+        # The random numbers always have a batch dim.
+        samples = dim if batched else dim + 1
+        yield from sharded_together(call, (dim, samples), (dim, dim), local)
 
 
 # -- im2col and col2im -----------------------------------------------------------------------
@@ -130,14 +118,12 @@ def columns_choices(call: Call) -> Iterator[Choice]:
     batched = call.outputs[0].ndim == (3 if call.op is aten.im2col.default else 4)
     local = LocalCall(UnlessEmpty(call.op), per_rank=True)
     if batched:
-        for sizes in call.splits([(0, 0)]):
-            yield Choice((Shard(0, sizes),), (Shard(0, sizes),), local)
+        yield from sharded_together(call, (0,), (0,), local)
     at = 1 if batched else 0
     before, after = call.inputs[0].shape[at], call.outputs[0].shape[at]
     larger, smaller = max(before, after), min(before, after)
     if type(smaller) is int and smaller % call.axis_size == 0 and larger % smaller == 0:
-        shard = Choice((Shard(at),), (Shard(at),), local, even=((0, at),))
-        yield shard
+        yield Choice((Shard(at),), (Shard(at),), local, even=((0, at),))
     yield from linear_choices(call, FIRST)
 
 
@@ -148,23 +134,13 @@ def shuffle_choices(call: Call) -> Iterator[Choice]:
     """Dims in front of channels and planes do not change."""
     yield call.replicated()
     local = LocalCall(UnlessEmpty(call.op), per_rank=True)
-    for dim in range(call.inputs[0].ndim - 3):
-        for sizes in call.splits([(0, dim)]):
-            yield Choice((Shard(dim, sizes),), (Shard(dim, sizes),), local)
     channels = call.inputs[0].ndim - 3
+    for dim in range(channels):
+        yield from sharded_together(call, (dim,), (dim,), local)
     few = min(call.inputs[0].shape[channels], call.outputs[0].shape[channels])
     if type(few) is int and few % call.axis_size == 0:
         # A run of channels becomes one plane: shards are whole runs, on both sides.
         yield Choice((Shard(channels),), (Shard(channels),), local, even=((0, channels),))
-    yield from linear_choices(call, FIRST)
-
-
-def channel_shuffle_choices(call: Call) -> Iterator[Choice]:
-    yield call.replicated()
-    for dim in range(call.inputs[0].ndim):
-        if dim != 1:
-            for sizes in call.splits([(0, dim)]):
-                yield Choice((Shard(dim, sizes),), (Shard(dim, sizes),))
     yield from linear_choices(call, FIRST)
 
 
@@ -189,8 +165,7 @@ def _affine_grid_choices(call: Call) -> Iterator[Choice]:
     yield call.replicated()
     yield from linear_choices(call, FIRST)
     local = LocalCall(_own_grids)
-    for sizes in call.splits([(0, 0)]):
-        yield Choice((Shard(0, sizes),), (Shard(0, sizes),), local)
+    yield from sharded_together(call, (0,), (0,), local)
 
 
 def _named(*names: str) -> list[Any]:
@@ -296,16 +271,11 @@ def convolution_choices(call: Call) -> Iterator[Choice]:
 
 def convolution_grad_choices(call: Call) -> Iterator[Choice]:
     """The gradient of the output, input, weight -> gradients of input, weight and bias."""
-    asked = call.argument("output_mask")
-
-    def kept(grads: Sequence[Placement]) -> tuple[Placement, ...]:
-        return tuple(p for p, wanted in zip(grads, asked, strict=True) if wanted)
-
     yield call.replicated()
     local = LocalCall(ConvolutionGradsOfShards(), per_rank=True)
     for way in _ways(call, 1, 2, 0):
         output = REPLICATE if way.output.is_partial() else way.output
-        choice = Choice((output, way.input, way.weight), kept(way.grads))
+        choice = Choice((output, way.input, way.weight), call.asked(way.grads))
         if way.alone is not None:
             yield replace(choice, local=local, alone=((1, 1), (0, 1), (2, 0)))
             continue
@@ -314,9 +284,9 @@ def convolution_grad_choices(call: Call) -> Iterator[Choice]:
         yield replace(choice, local=local)
     for op in ("sum", "avg"):
         term = Partial(op)
-        yield Choice((term, REPLICATE, REPLICATE), kept((term, term, term)))
-        yield Choice((REPLICATE, term, REPLICATE), kept((REPLICATE, term, REPLICATE)))
-        yield Choice((REPLICATE, REPLICATE, term), kept((term, REPLICATE, REPLICATE)))
+        yield Choice((term, REPLICATE, REPLICATE), call.asked((term, term, term)))
+        yield Choice((REPLICATE, term, REPLICATE), call.asked((REPLICATE, term, REPLICATE)))
+        yield Choice((REPLICATE, REPLICATE, term), call.asked((term, REPLICATE, REPLICATE)))
 
 
 def _groups_here(x: torch.Tensor, all_channels: Any, groups: int) -> int:
@@ -424,10 +394,7 @@ RULES: Table = table(
         (aten.pixel_shuffle.default, aten.pixel_unshuffle.default),
         Rule(shuffle_choices, "... (c [k]) [p] [q] -> ... c [p] [q]"),
     ),
-    (
-        (aten.native_channel_shuffle.default,),
-        Rule(channel_shuffle_choices, "n [c] ... -> n [c] ..."),
-    ),
+    rule(aten.native_channel_shuffle.default, like="n [c] ... -> n [c] ...", linear=FIRST),
     # Padding that repeats or mirrors values, and its gradient.
     *(
         batched(*_padding(n), inputs=(n,), outputs=(n,), linear=((0,),), fails_on_empty=True)

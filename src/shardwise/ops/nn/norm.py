@@ -25,6 +25,7 @@ from shardwise.dispatch.rule import (
     Table,
     linear_choices,
     rule,
+    sharded_together,
     table,
 )
 from shardwise.dtensor.autograd import direct_apply, gradient_layout, redistribute
@@ -63,11 +64,6 @@ def through_statistics(grad: Any, x: Any, mean: Any, slope: Any, shift: Any) -> 
     return (grad - centred * _wide(x, slope) - _wide(x, shift)).to(x.dtype)
 
 
-def _per_channel(call: Call, first: int) -> list[tuple[int, int]]:
-    """The places of channels in the operands from number `first` on: one value per channel."""
-    return [(i, 0) for i in range(first, len(call.inputs))]
-
-
 def batch_norm_choices(call: Call) -> Iterator[Choice]:
     """With given statistics: elementwise, with one value per channel in the other operands.
 
@@ -79,11 +75,9 @@ def batch_norm_choices(call: Call) -> Iterator[Choice]:
     local = LocalCall(normalised_shard)
     yield replace(call.replicated(), local=local)
     for dim in range(call.inputs[0].ndim):
-        places = [(0, dim)] + (_per_channel(call, 1) if dim == 1 else [])
-        for sizes in call.splits(places):
-            shard = Shard(dim, sizes)
-            other = Shard(0, sizes) if dim == 1 else REPLICATE
-            yield Choice((shard, *[other] * num), (shard, REPLICATE, REPLICATE), local)
+        each = 0 if dim == 1 else REPLICATE
+        outputs = (dim, REPLICATE, REPLICATE)
+        yield from sharded_together(call, (dim, *[each] * num), outputs, local)
 
 
 def normalised_shard(x: torch.Tensor, *rest: Any) -> Any:
@@ -98,18 +92,13 @@ def batch_norm_grad_choices(call: Call) -> Iterator[Choice]:
     """With given statistics: gradient, input, values per channel -> three gradients."""
     if call.argument("train"):
         return
-    asked = call.argument("output_mask")
     num = len(call.inputs) - 2
     yield call.replicated()
     local = LocalCall(normalised_shard_grad, per_rank=True)
     for dim in range(call.inputs[0].ndim):
-        places = [(0, dim), (1, dim)] + (_per_channel(call, 2) if dim == 1 else [])
-        for sizes in call.splits(places):
-            shard = Shard(dim, sizes)
-            other, each = (Shard(0, sizes),) * 2 if dim == 1 else (REPLICATE, SUM)
-            grads = (shard, each, each)
-            outputs = tuple(p for p, wanted in zip(grads, asked, strict=True) if wanted)
-            yield Choice((shard, shard, *[other] * num), outputs, local)
+        each, grad = (0, 0) if dim == 1 else (REPLICATE, SUM)
+        outputs = call.asked((dim, grad, grad))
+        yield from sharded_together(call, (dim, dim, *[each] * num), outputs, local)
     yield from linear_choices(call, ((0,),))
 
 
@@ -418,23 +407,17 @@ def layer_norm_choices(call: Call) -> Iterator[Choice]:
     others = (REPLICATE,) * (len(call.inputs) - 1)
     yield call.replicated()
     for dim in range(_num_batch_dims(call)):
-        for sizes in call.splits([(0, dim)]):
-            shard = Shard(dim, sizes)
-            yield Choice((shard, *others), (shard,) * len(call.outputs))
+        yield from sharded_together(call, (dim, *others), [dim] * len(call.outputs))
 
 
 def layer_norm_grad_choices(call: Call) -> Iterator[Choice]:
     """Gradient, input, mean, deviation, then weights; RMS norm has no mean and no bias."""
-    wanted = call.argument("output_mask")
-    num = len(wanted) + 1  # sharded inputs
-    others = (REPLICATE,) * (len(call.inputs) - num)
+    num_grads = len(call.argument("output_mask"))
+    others = (REPLICATE,) * (len(call.inputs) - 1 - num_grads)
     yield call.replicated()
     for dim in range(_num_batch_dims(call)):
-        for sizes in call.splits([(i, dim) for i in range(num)]):
-            shard = Shard(dim, sizes)
-            grads: tuple[Placement, ...] = (shard, *(SUM,) * (len(wanted) - 1))
-            outputs = tuple(p for p, asked in zip(grads, wanted, strict=True) if asked)
-            yield Choice((shard,) * num + others, outputs)
+        outputs = call.asked((dim, *[SUM] * (num_grads - 1)))
+        yield from sharded_together(call, (*[dim] * (1 + num_grads), *others), outputs)
 
 
 # -- group norm ------------------------------------------------------------------------------
@@ -476,9 +459,7 @@ def group_norm_choices(call: Call) -> Iterator[Choice]:
     local = LocalCall(group_norm_of_shards, per_rank=True)
     # Torch needs dense operands, and a shard of a dense tensor need not be dense.
     yield replace(call.replicated(), local=local)
-    for sizes in call.splits([(0, 0)]):
-        shard = Shard(0, sizes)
-        yield Choice((shard, *[REPLICATE] * num), (shard,) * 3, local)
+    yield from sharded_together(call, (0, *[REPLICATE] * num), (0, 0, 0), local)
     for split in _channel_splits(call, 0):
         inputs = (split.channels, *[split.per_channel] * num)
         outputs = (split.channels, split.groups, split.groups)
@@ -511,21 +492,16 @@ def group_norm_of_shards(
 
 def group_norm_grad_choices(call: Call) -> Iterator[Choice]:
     """Gradient, input, mean, deviation, perhaps weight -> gradients of input, weight and bias."""
-    asked = call.argument("output_mask")
     num = len(call.inputs) - 4
     local = LocalCall(group_norm_grad_of_shards, per_rank=True)
-
-    def kept(*grads: Placement) -> tuple[Placement, ...]:
-        return tuple(p for p, wanted in zip(grads, asked, strict=True) if wanted)
-
     yield replace(call.replicated(), local=local)
-    for sizes in call.splits([(i, 0) for i in range(4)]):
-        shard = Shard(0, sizes)
-        yield Choice((*[shard] * 4, *[REPLICATE] * num), kept(shard, SUM, SUM), local)
+    by_batch = (0, 0, 0, 0, *[REPLICATE] * num)
+    yield from sharded_together(call, by_batch, call.asked((0, SUM, SUM)), local)
     for split in _channel_splits(call, 1):
         channels, each, groups = split.channels, split.per_channel, split.groups
         inputs = (channels, channels, groups, groups, *[each] * num)
-        yield Choice(inputs, kept(channels, each, each), local, alone=((1, 1),))
+        outputs = call.asked((channels, each, each))
+        yield Choice(inputs, outputs, local, alone=((1, 1),))
     yield from linear_choices(call, ((0,),))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ from shardwise.dispatch.rule import (
     Table,
     TensorMeta,
     linear_choices,
+    sharded_together,
     table,
 )
 from shardwise.ops.math.pointwise import elementwise
+from shardwise.ops.math.whole import gathered
 from shardwise.ops.shape.owned_index import (
     Advanced,
     OwnedGather,
@@ -43,6 +46,9 @@ from shardwise.ops.shape.owned_index import (
 from shardwise.ops.shape.views import DimSlice, slice_cut
 
 aten = torch.ops.aten
+
+#: Linear in the tensor and the source together, after the index.
+_WITH_SOURCE: Sequence[Group] = ((0, 2),)
 
 
 def _adds(meta: TensorMeta) -> bool:
@@ -63,18 +69,16 @@ def _index_metas(call: Call) -> tuple[TensorMeta, ...]:
     return call.inputs[1 : 1 + sum(index is not None for index in call.args[1])]
 
 
-def _along(metas: Sequence[TensorMeta], num_batch: int, batch: int) -> list[int | None]:
-    """The dim of each index that is dim `batch` of the result; None where it is broadcast."""
-    found: list[int | None] = []
+def _along(metas: Sequence[TensorMeta], num_batch: int, batch: int) -> list[int | Placement]:
+    """The dim of each index that is dim `batch` of the result; replicated where it is broadcast."""
     whole = max(m.shape[batch - num_batch] for m in metas if m.ndim >= num_batch - batch)
-    for meta in metas:
-        dim = meta.ndim - num_batch + batch
-        found.append(dim if dim >= 0 and equal(meta.shape[dim], whole) else None)
-    return found
+    return [_matching_dim(meta, batch - num_batch, whole) for meta in metas]
 
 
-def _placed(dims: Sequence[int | None], sizes: tuple[int, ...] | None) -> tuple[Placement, ...]:
-    return tuple(REPLICATE if d is None else Shard(d, sizes) for d in dims)
+def _matching_dim(meta: TensorMeta, from_right: int, size: Size) -> int | Placement:
+    """The dim of an operand, counted from the right; replicated where it is broadcast."""
+    dim = meta.ndim + from_right
+    return dim if dim >= 0 and equal(meta.shape[dim], size) else REPLICATE
 
 
 def index_choices(call: Call) -> Iterator[Choice]:
@@ -84,20 +88,15 @@ def index_choices(call: Call) -> Iterator[Choice]:
     yield call.replicated()
     for dim in range(call.inputs[0].ndim):
         if dim not in spot.dims:
-            out = spot.result_dim(dim)
-            for sizes in call.splits([(0, dim)]):
-                yield Choice((Shard(dim, sizes), *whole), (Shard(out, sizes),))
+            yield from sharded_together(call, (dim, *whole), (spot.result_dim(dim),))
     for batch in range(spot.num_batch):
         dims = _along(metas, spot.num_batch, batch)
-        places = [(1 + i, d) for i, d in enumerate(dims) if d is not None]
-        for sizes in call.splits(places):
-            yield Choice((REPLICATE, *_placed(dims, sizes)), (Shard(spot.at + batch, sizes),))
+        yield from sharded_together(call, (REPLICATE, *dims), (spot.at + batch,))
     yield from linear_choices(call, ((0,),))
     if _adds(call.inputs[0]):
         local = LocalCall(OwnedIndex(spot), per_rank=True)
         for dim in spot.dims:
-            for sizes in call.splits([(0, dim)]):
-                yield Choice((Shard(dim, sizes), *whole), (SUM,), local)
+            yield from sharded_together(call, (dim, *whole), (SUM,), local)
 
 
 def _is_mask(call: Call) -> bool:
@@ -115,42 +114,20 @@ def index_put_choices(call: Call) -> Iterator[Choice]:
     spot, metas = _spot(call), _index_metas(call)
     whole = (REPLICATE,) * len(metas)
     ndim = call.inputs[0].ndim - len(spot.dims) + spot.num_batch
-    for dim in range(call.inputs[0].ndim):
+    for dim, size in enumerate(call.inputs[0].shape):
         if dim not in spot.dims:
-            at = _value_dim(
-                call.inputs[values], spot.result_dim(dim), ndim, call.inputs[0].shape[dim]
-            )
-            places = [(0, dim)] + ([(values, at)] if at is not None else [])
-            for sizes in call.splits(places):
-                shard = Shard(dim, sizes)
-                yield Choice((shard, *whole, *_placed([at], sizes)), (shard,))
+            at = _matching_dim(call.inputs[values], spot.result_dim(dim) - ndim, size)
+            yield from sharded_together(call, (dim, *whole, at), (dim,))
     if call.argument("accumulate"):
-        yield from _added_choices(call, spot, metas, values, ndim)
+        # Each rank adds the values of its indices: the sums are terms of the result.
+        for batch in range(spot.num_batch):
+            dims = _along(metas, spot.num_batch, batch)
+            size = next(m.shape[d] for m, d in zip(metas, dims, strict=True) if isinstance(d, int))
+            at = _matching_dim(call.inputs[values], spot.at + batch - ndim, size)
+            yield from sharded_together(call, (SUM, *dims, at), (SUM,))
     local = LocalCall(OwnedIndexPut(spot), per_rank=True)
     for dim in spot.dims:
-        for sizes in call.splits([(0, dim)]):
-            shard = Shard(dim, sizes)
-            yield Choice((shard, *whole, REPLICATE), (shard,), local)
-
-
-def _value_dim(values: TensorMeta, out_dim: int, ndim: int, size: Size) -> int | None:
-    """The dim of the values that matches dim `out_dim`; None where it is broadcast."""
-    dim = out_dim - (ndim - values.ndim)
-    return dim if dim >= 0 and equal(values.shape[dim], size) else None
-
-
-def _added_choices(
-    call: Call, spot: Advanced, metas: Sequence[TensorMeta], values: int, ndim: int
-) -> Iterator[Choice]:
-    """Each rank adds the values of its indices: the sums are terms of the result."""
-    for batch in range(spot.num_batch):
-        dims = _along(metas, spot.num_batch, batch)
-        places = [(1 + i, d) for i, d in enumerate(dims) if d is not None]
-        size = call.inputs[places[0][0]].shape[places[0][1]]
-        at = _value_dim(call.inputs[values], spot.at + batch, ndim, size)
-        places += [(values, at)] if at is not None else []
-        for sizes in call.splits(places):
-            yield Choice((SUM, *_placed(dims, sizes), *_placed([at], sizes)), (SUM,))
+        yield from sharded_together(call, (dim, *whole, REPLICATE), (dim,), local)
 
 
 def _mask_put_choices(call: Call) -> Iterator[Choice]:
@@ -160,18 +137,14 @@ def _mask_put_choices(call: Call) -> Iterator[Choice]:
     if len(metas) != 1 or call.args[1][0] is None:
         return
     for dim in range(metas[0].ndim):
-        for sizes in call.splits([(0, dim)]):
-            shard = Shard(dim, sizes)
-            yield Choice((shard, REPLICATE, REPLICATE), (shard,), local)
+        yield from sharded_together(call, (dim, REPLICATE, REPLICATE), (dim,), local)
     if not all(equal(s, 1) for s in call.inputs[-1].shape):
         return
     # A local call of its own: on another axis, the one above would get a shard of the mask.
     local = LocalCall(functional_twin(call.op) or call.op)
     for dim in range(call.inputs[0].ndim):
-        inside = dim < metas[0].ndim
-        for sizes in call.splits([(0, dim)] + ([(1, dim)] if inside else [])):
-            shard = Shard(dim, sizes)
-            yield Choice((shard, shard if inside else REPLICATE, REPLICATE), (shard,), local)
+        of_mask = dim if dim < metas[0].ndim else REPLICATE
+        yield from sharded_together(call, (dim, of_mask, REPLICATE), (dim,), local)
 
 
 # -- along one dim ---------------------------------------------------------------------------
@@ -193,18 +166,22 @@ def gather_choices(call: Call) -> Iterator[Choice]:
     at = named_dim(call)
     for dim in range(x.ndim):
         if dim == at:
-            for sizes in call.splits([(1, dim)]):
-                yield Choice((REPLICATE, Shard(dim, sizes)), (Shard(dim, sizes),))
+            yield from sharded_together(call, (REPLICATE, dim), (dim,))
         elif equal(x.shape[dim], index.shape[dim]):
-            for sizes in call.splits([(0, dim), (1, dim)]):
-                yield Choice((Shard(dim, sizes),) * 2, (Shard(dim, sizes),))
-    if _adds(x):
+            yield from sharded_together(call, (dim, dim), (dim,))
+    yield from _owned_read_choices(call, at)
+
+
+def _owned_read_choices(call: Call, at: int) -> Iterator[Choice]:
+    """The tensor is sharded along the indexed dim `at`."""
+    if _adds(call.inputs[0]):
         local = LocalCall(OwnedGather(call.op, at), per_rank=True)
-        for sizes in call.splits([(0, at)]):
-            yield Choice((Shard(at, sizes), REPLICATE), (SUM,), local)
+        yield from sharded_together(call, (at, REPLICATE), (SUM,), local)
 
 
-def scatter_choices(call: Call, linear: Sequence[Group], sums: bool) -> Iterator[Choice]:
+def scatter_choices(
+    call: Call, linear: Sequence[Group] = (), sums: bool = False
+) -> Iterator[Choice]:
     """The tensor, an index, and perhaps a source -> the tensor. `sums`: sources are added."""
     yield call.replicated()
     yield from linear_choices(call, linear)
@@ -214,12 +191,9 @@ def scatter_choices(call: Call, linear: Sequence[Group], sums: bool) -> Iterator
     at = named_dim(call)
     for dim in range(x.ndim):
         if dim != at and all(equal(meta.shape[dim], x.shape[dim]) for meta in call.inputs):
-            for sizes in call.splits([(i, dim) for i in range(num)]):
-                yield Choice((Shard(dim, sizes),) * num, (Shard(dim, sizes),))
+            yield from sharded_together(call, [dim] * num, (dim,))
     if sums and equal(call.inputs[1].shape[at], call.inputs[2].shape[at]):
-        for sizes in call.splits([(1, at), (2, at)]):
-            shard = Shard(at, sizes)
-            yield Choice((SUM, shard, shard), (SUM,))
+        yield from sharded_together(call, (SUM, at, at), (SUM,))
     for dim in range(x.ndim):
         yield from _owned_write_choices(call, at, dim)
 
@@ -230,26 +204,12 @@ def _owned_write_choices(call: Call, at: int, shard_dim: int) -> Iterator[Choice
     others = (REPLICATE,) * (len(call.inputs) - 1)
     # Another axis would shard index and source differently from the tensor.
     alone = () if shard_dim == at else ((0, shard_dim),)
-    for sizes in call.splits([(0, shard_dim)]):
-        shard = Shard(shard_dim, sizes)
-        yield Choice((shard, *others), (shard,), local, alone=alone)
-
-
-def scatter_src_choices(call: Call) -> Iterator[Choice]:
-    yield from scatter_choices(call, ((0, 2),), sums=False)
-
-
-def scatter_value_choices(call: Call) -> Iterator[Choice]:
-    yield from scatter_choices(call, (), sums=False)
-
-
-def scatter_add_choices(call: Call) -> Iterator[Choice]:
-    yield from scatter_choices(call, ((0, 2),), sums=True)
+    yield from sharded_together(call, (shard_dim, *others), (shard_dim,), local, alone)
 
 
 def scatter_reduce_choices(call: Call) -> Iterator[Choice]:
     sums = call.argument("reduce") == "sum" and call.argument("include_self")
-    yield from scatter_choices(call, ((0, 2),) if sums else (), sums=sums)
+    yield from scatter_choices(call, _WITH_SOURCE if sums else (), sums=sums)
 
 
 def index_select_choices(call: Call) -> Iterator[Choice]:
@@ -262,17 +222,14 @@ def index_select_choices(call: Call) -> Iterator[Choice]:
     at = named_dim(call)
     for dim in range(x.ndim):
         if dim != at:
-            for sizes in call.splits([(0, dim)]):
-                yield Choice((Shard(dim, sizes), REPLICATE), (Shard(dim, sizes),))
-    for sizes in call.splits([(1, 0)]):
-        yield Choice((REPLICATE, Shard(0, sizes)), (Shard(at, sizes),))
-    if _adds(x):
-        local = LocalCall(OwnedGather(call.op, at), per_rank=True)
-        for sizes in call.splits([(0, at)]):
-            yield Choice((Shard(at, sizes), REPLICATE), (SUM,), local)
+            yield from sharded_together(call, (dim, REPLICATE), (dim,))
+    yield from sharded_together(call, (REPLICATE, 0), (at,))
+    yield from _owned_read_choices(call, at)
 
 
-def index_write_choices(call: Call, linear: Sequence[Group], sums: bool) -> Iterator[Choice]:
+def index_write_choices(
+    call: Call, linear: Sequence[Group] = (), sums: bool = False
+) -> Iterator[Choice]:
     """The tensor, a list of rows, and perhaps a source with a row each -> the tensor."""
     yield call.replicated()
     yield from linear_choices(call, linear)
@@ -282,31 +239,15 @@ def index_write_choices(call: Call, linear: Sequence[Group], sums: bool) -> Iter
     at = named_dim(call)
     for dim in range(x.ndim):
         if dim != at:
-            places = [(0, dim)] + [(2, dim)] * len(sources)
-            for sizes in call.splits(places):
-                shard = Shard(dim, sizes)
-                others = tuple(shard if m.ndim else REPLICATE for m in call.inputs[2:])
-                yield Choice((shard, REPLICATE, *others), (shard,))
+            others = [dim if m.ndim else REPLICATE for m in call.inputs[2:]]
+            yield from sharded_together(call, (dim, REPLICATE, *others), (dim,))
     if sums:
-        for sizes in call.splits([(1, 0), (2, at)]):
-            yield Choice((SUM, Shard(0, sizes), Shard(at, sizes)), (SUM,))
+        yield from sharded_together(call, (SUM, 0, at), (SUM,))
     yield from _owned_write_choices(call, at, at)
 
 
-def index_add_choices(call: Call) -> Iterator[Choice]:
-    yield from index_write_choices(call, ((0, 2),), sums=True)
-
-
-def index_copy_choices(call: Call) -> Iterator[Choice]:
-    yield from index_write_choices(call, ((0, 2),), sums=False)
-
-
-def index_fill_choices(call: Call) -> Iterator[Choice]:
-    yield from index_write_choices(call, (), sums=False)
-
-
 def index_reduce_choices(call: Call) -> Iterator[Choice]:
-    for choice in index_fill_choices(call):
+    for choice in index_write_choices(call):
         yield replace(choice, local=choice.local or LocalCall(_index_reduce))
 
 
@@ -325,35 +266,24 @@ def _index_reduce(x: Any, dim: int, index: Any, source: Any, reduce: str, **opti
 def take_choices(call: Call) -> Iterator[Choice]:
     yield call.replicated()
     for dim in range(call.inputs[1].ndim):
-        for sizes in call.splits([(1, dim)]):
-            yield Choice((REPLICATE, Shard(dim, sizes)), (Shard(dim, sizes),))
+        yield from sharded_together(call, (REPLICATE, dim), (dim,))
     yield from linear_choices(call, ((0,),))
     if _adds(call.inputs[0]):
         local = LocalCall(owned_take, per_rank=True)
         for dim in range(call.inputs[0].ndim):
-            for sizes in call.splits([(0, dim)]):
-                yield Choice((Shard(dim, sizes), REPLICATE), (SUM,), local)
+            yield from sharded_together(call, (dim, REPLICATE), (SUM,), local)
 
 
 def put_choices(call: Call) -> Iterator[Choice]:
     yield call.replicated()
-    yield from linear_choices(call, ((0, 2),))
+    yield from linear_choices(call, _WITH_SOURCE)
     x, index, source = call.inputs
     if call.argument("accumulate") and equal_shapes(index.shape, source.shape):
         for dim in range(index.ndim):
-            for sizes in call.splits([(1, dim), (2, dim)]):
-                shard = Shard(dim, sizes)
-                yield Choice((SUM, shard, shard), (SUM,))
+            yield from sharded_together(call, (SUM, dim, dim), (SUM,))
     local = LocalCall(owned_put, per_rank=True)
     for dim in range(x.ndim):
-        for sizes in call.splits([(0, dim)]):
-            shard = Shard(dim, sizes)
-            yield Choice((shard, REPLICATE, REPLICATE), (shard,), local)
-
-
-def whole_choices(call: Call) -> Iterator[Choice]:
-    """Everything is replicated: each entry may depend on all of them, or on the memory order."""
-    yield call.replicated()
+        yield from sharded_together(call, (dim, REPLICATE, REPLICATE), (dim,), local)
 
 
 #: The inputs whose values the op may refuse; see `dispatch.local_call`.
@@ -386,27 +316,20 @@ REFUSED: dict[Any, slice] = {
 # -- entries of a view or of a mask overwritten --------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class OwnedSelectScatter:
+def owned_select_scatter(
+    coordinate: Any,
+    layouts: Sequence[Any],
+    x: torch.Tensor,
+    source: torch.Tensor,
+    dim: int,
+    index: int,
+) -> torch.Tensor:
     """Writes one row of a sharded dim, on the rank that owns it."""
-
-    dim: int
-
-    def __call__(
-        self,
-        coordinate: Any,
-        layouts: Sequence[Any],
-        x: torch.Tensor,
-        source: torch.Tensor,
-        dim: int,
-        index: int,
-    ) -> torch.Tensor:
-        offset = layouts[0].box(coordinate)[0][self.dim]
-        row = index % layouts[0].shape[self.dim] - offset
-        result = x.clone()
-        if 0 <= row < x.shape[self.dim]:
-            result.select(self.dim, row).copy_(source)
-        return result
+    row = index % layouts[0].shape[dim] - layouts[0].box(coordinate)[0][dim]
+    result = x.clone()
+    if 0 <= row < x.shape[dim]:
+        result.select(dim, row).copy_(source)
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,13 +360,9 @@ def select_scatter_choices(call: Call) -> Iterator[Choice]:
     yield from linear_choices(call, ((0, 1),))
     for dim in range(call.inputs[0].ndim):
         if dim != at:
-            inner = dim - (dim > at)
-            for sizes in call.splits([(0, dim), (1, inner)]):
-                cut = Shard(dim, sizes)
-                yield Choice((cut, Shard(inner, sizes)), (cut,))
-    local = LocalCall(OwnedSelectScatter(at), per_rank=True)
-    for sizes in call.splits([(0, at)]):
-        yield Choice((Shard(at, sizes), REPLICATE), (Shard(at, sizes),), local)
+            yield from sharded_together(call, (dim, dim - (dim > at)), (dim,))
+    local = LocalCall(owned_select_scatter, per_rank=True)
+    yield from sharded_together(call, (at, REPLICATE), (at,), local)
 
 
 def slice_scatter_choices(call: Call) -> Iterator[Choice]:
@@ -456,9 +375,7 @@ def slice_scatter_choices(call: Call) -> Iterator[Choice]:
     yield from linear_choices(call, ((0, 1),))
     for dim in range(call.inputs[0].ndim):
         if dim != at:
-            for sizes in call.splits([(0, dim), (1, dim)]):
-                cut = Shard(dim, sizes)
-                yield Choice((cut, cut), (cut,))
+            yield from sharded_together(call, (dim, dim), (dim,))
     cut_out = slice_cut(call, at, size, count)
     if cut_out is not None:
         local = LocalCall(OwnedSliceScatter(cut_out), per_rank=True)
@@ -476,9 +393,7 @@ def _all_overwritten(call: Call) -> Iterator[Choice]:
     for choice in linear_choices(call, ((0, 1),)):
         yield replace(choice, local=local)
     for dim in range(call.inputs[0].ndim):
-        for sizes in call.splits([(0, dim), (1, dim)]):
-            cut = Shard(dim, sizes)
-            yield Choice((cut, cut), (cut,), local)
+        yield from sharded_together(call, (dim, dim), (dim,), local)
 
 
 def _source_in_place(x: torch.Tensor, source: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -494,9 +409,7 @@ def diagonal_scatter_choices(call: Call) -> Iterator[Choice]:
     for dim in range(ndim):
         if dim not in taken:
             inner = dim - sum(t < dim for t in taken)
-            for sizes in call.splits([(0, dim), (1, inner)]):
-                cut = Shard(dim, sizes)
-                yield Choice((cut, Shard(inner, sizes)), (cut,))
+            yield from sharded_together(call, (dim, inner), (dim,))
 
 
 # -- by mask ---------------------------------------------------------------------------------
@@ -510,9 +423,7 @@ def masked_scatter_choices(call: Call) -> Iterator[Choice]:
     is_mask = call.inputs[1].dtype is torch.bool  # of any other, torch says what is wrong
     if is_mask and equal_shapes(call.inputs[0].shape, call.outputs[0].shape):
         for dim in range(call.inputs[0].ndim):
-            for sizes in call.splits([(0, dim)]):
-                cut = Shard(dim, sizes)
-                yield Choice((cut, REPLICATE, REPLICATE), (cut,), local)
+            yield from sharded_together(call, (dim, REPLICATE, REPLICATE), (dim,), local)
 
 
 _masked_fill = elementwise().choices
@@ -526,12 +437,6 @@ def masked_fill_choices(call: Call) -> Iterator[Choice]:
         yield Choice((SUM, *others), (SUM,), LocalCall(fill_on_first, per_rank=True))
 
 
-def masked_scatter_grad_choices(call: Call) -> Iterator[Choice]:
-    """The entries that the mask names, in order: the mask must be whole."""
-    yield call.replicated()
-    yield from linear_choices(call, ((0,),))
-
-
 RULES: Table = table(
     ((aten.index.Tensor, aten._unsafe_index.Tensor), Rule(index_choices, "x[i, j] -> n ...")),
     (
@@ -539,35 +444,49 @@ RULES: Table = table(
         Rule(index_put_choices, "x[i, j] = ..."),
     ),
     ((aten.gather.default,), Rule(gather_choices, "... n, ... m -> ... m")),
-    ((aten.scatter.src,), Rule(scatter_src_choices, "... n, ... m, ... m -> ... n")),
+    (
+        (aten.scatter.src,),
+        Rule(partial(scatter_choices, linear=_WITH_SOURCE), "... n, ... m, ... m -> ... n"),
+    ),
     (
         (aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce),
-        Rule(scatter_value_choices, "... n, ... m -> ... n"),
+        Rule(scatter_choices, "... n, ... m -> ... n"),
     ),
-    ((aten.scatter_add.default,), Rule(scatter_add_choices, "... n, ... m, ... m -> ... n")),
+    (
+        (aten.scatter_add.default,),
+        Rule(
+            partial(scatter_choices, linear=_WITH_SOURCE, sums=True), "... n, ... m, ... m -> ... n"
+        ),
+    ),
     ((aten.scatter_reduce.two,), Rule(scatter_reduce_choices, "... n, ... m, ... m -> ... n")),
     ((aten.index_select.default,), Rule(index_select_choices, "... n, m -> ... m")),
-    ((aten.index_add.default,), Rule(index_add_choices, "... n, m, ... m -> ... n")),
-    ((aten.index_copy.default,), Rule(index_copy_choices, "... n, m, ... m -> ... n")),
+    (
+        (aten.index_add.default,),
+        Rule(
+            partial(index_write_choices, linear=_WITH_SOURCE, sums=True), "... n, m, ... m -> ... n"
+        ),
+    ),
+    (
+        (aten.index_copy.default,),
+        Rule(partial(index_write_choices, linear=_WITH_SOURCE), "... n, m, ... m -> ... n"),
+    ),
     (
         (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor),
-        Rule(index_fill_choices, "... n, m -> ... n"),
+        Rule(index_write_choices, "... n, m -> ... n"),
     ),
     ((aten.index_reduce.default,), Rule(index_reduce_choices, "... n, m, ... m -> ... n")),
     ((aten.take.default,), Rule(take_choices, "..., m -> m")),
     ((aten.put.default,), Rule(put_choices, "..., m, m -> ...")),
-    ((aten.nonzero_static.default,), Rule(whole_choices, "[...] -> [...]")),
+    # Each entry may depend on all of them, or on the memory order.
+    gathered(aten.nonzero_static.default, aten.as_strided_scatter.default),
     ((aten.select_scatter.default,), Rule(select_scatter_choices, "... n, ... -> ... n")),
     ((aten.slice_scatter.default,), Rule(slice_scatter_choices, "... n, ... m -> ... n")),
     ((aten.diagonal_scatter.default,), Rule(diagonal_scatter_choices, "... [n] [m], ... -> ...")),
-    (
-        (aten.masked_scatter_backward.default,),
-        Rule(masked_scatter_grad_choices, "[...], [...] -> [n]"),
-    ),
+    # The entries that the mask names, in order: the mask must be whole.
+    gathered(aten.masked_scatter_backward.default, linear=((0,),)),
     ((aten.masked_scatter.default,), Rule(masked_scatter_choices, "..., [...], [n] -> ...")),
     (
         (aten.masked_fill.Scalar, aten.masked_fill.Tensor),
         Rule(masked_fill_choices, "..., ... -> ..."),
     ),
-    ((aten.as_strided_scatter.default,), Rule(whole_choices, "[...] -> [...]")),
 )

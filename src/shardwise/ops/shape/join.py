@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +11,17 @@ import torch
 from shardwise.core.layout import shard_with
 from shardwise.core.placements import NormPartial, Placement, Shard
 from shardwise.core.sizes import lengths, surely_equal
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, linear_choices, table
-from shardwise.ops.shape.views import DimSlice, link_choices, slice_cut, unchanged
+from shardwise.dispatch.rule import (
+    Call,
+    Choice,
+    LocalCall,
+    Rule,
+    Table,
+    linear_choices,
+    sharded_together,
+    table,
+)
+from shardwise.ops.shape.views import DimSlice, all_but, link_choices, slice_cut, unchanged
 
 aten = torch.ops.aten
 
@@ -29,9 +38,7 @@ def cat_choices(call: Call) -> Iterator[Choice]:
     yield call.replicated()
     for dim in range(call.outputs[0].ndim) if alike else ():
         if dim != at:
-            for sizes in call.splits([(i, dim) for i in range(num)]):
-                shard = Shard(dim, sizes)
-                yield Choice((shard,) * num, (shard,))
+            yield from sharded_together(call, [dim] * num, (dim,))
     yield from linear_choices(call, (tuple(range(num)),))
 
 
@@ -39,8 +46,7 @@ def stack_choices(call: Call) -> Iterator[Choice]:
     at, num = _cat_dim(call), len(call.inputs)
     yield call.replicated()
     for dim in range(call.inputs[0].ndim):
-        for sizes in call.splits([(i, dim) for i in range(num)]):
-            yield Choice((Shard(dim, sizes),) * num, (Shard(dim + (dim >= at), sizes),))
+        yield from sharded_together(call, [dim] * num, (dim + (dim >= at),))
     yield from linear_choices(call, (tuple(range(num)),))
     for norm in dict.fromkeys(p for p in call.placed if isinstance(p, NormPartial)):
         yield Choice((norm,) * num, (norm,))
@@ -64,8 +70,7 @@ def split_choices(call: Call) -> Iterator[Choice]:
     yield call.replicated()
     for dim in range(ndim):
         if dim != at:
-            for sizes in call.splits([(0, dim)]):
-                yield Choice((Shard(dim, sizes),), (Shard(dim, sizes),) * num)
+            yield from sharded_together(call, (dim,), [dim] * num)
     yield from linear_choices(call, ((0,),))
     sections = [meta.shape[at] for meta in call.outputs]
     if any(type(s) is not int for s in sections):
@@ -80,17 +85,6 @@ def split_choices(call: Call) -> Iterator[Choice]:
             for cut, n in zip(cuts, sections, strict=True)
         )
         yield Choice((Shard(at, sizes),), targets, local, alone=((0, at),))
-
-
-def unbind_choices(call: Call) -> Iterator[Choice]:
-    """The dim that is removed must be whole."""
-    num, at = len(call.outputs), call.argument("dim") % call.inputs[0].ndim
-    yield call.replicated()
-    for dim in range(call.inputs[0].ndim):
-        if dim != at:
-            for sizes in call.splits([(0, dim)]):
-                yield Choice((Shard(dim, sizes),), (Shard(dim - (dim > at), sizes),) * num)
-    yield from linear_choices(call, ((0,),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,42 +103,24 @@ class OwnedSliceGrad:
 
 
 def _whole_grad(grad: torch.Tensor, *_: Any) -> torch.Tensor:
+    """The gradient of a slice of the whole dim."""
     return aten.clone.default(grad)
-
-
-#: The gradient of a slice of the whole dim.
-_WHOLE_GRAD = LocalCall(_whole_grad)
 
 
 def slice_grad_choices(call: Call) -> Iterator[Choice]:
     """The gradient of a slice of shards stays on the ranks that own the entries."""
-    ndim, at = call.outputs[0].ndim, call.argument("dim") % call.outputs[0].ndim
+    at = call.argument("dim") % call.outputs[0].ndim
     size, count = call.outputs[0].shape[at], call.inputs[0].shape[at]
     if surely_equal(size, count):
-        for choice in link_choices(call, unchanged(call)):
-            yield replace(choice, local=_WHOLE_GRAD)
+        yield from link_choices(call, unchanged(call), LocalCall(_whole_grad))
         return
-    yield call.replicated()
-    for dim in range(ndim):
-        if dim != at:
-            for sizes in call.splits([(0, dim)]):
-                yield Choice((Shard(dim, sizes),), (Shard(dim, sizes),))
-    yield from linear_choices(call, ((0,),))
+    yield from link_choices(call, all_but(call, at))
     cut = slice_cut(call, at, size, count)
     if cut is not None:
         shard_sizes = lengths(size, call.axis_size, None)
         source = shard_with(at, cut.lengths(shard_sizes), count, call.axis_size)
         local = LocalCall(OwnedSliceGrad(cut), per_rank=True)
         yield Choice((source,), (Shard(at),), local, alone=((0, at),))
-
-
-def select_grad_choices(call: Call) -> Iterator[Choice]:
-    at = call.argument("dim") % call.outputs[0].ndim
-    yield call.replicated()
-    for dim in range(call.inputs[0].ndim):
-        for sizes in call.splits([(0, dim)]):
-            yield Choice((Shard(dim, sizes),), (Shard(dim + (dim >= at), sizes),))
-    yield from linear_choices(call, ((0,),))
 
 
 RULES: Table = table(
@@ -154,13 +130,8 @@ RULES: Table = table(
         (aten.split.Tensor, aten.split_with_sizes.default),
         Rule(split_choices, "... n -> ... a, ... b"),
     ),
-    ((aten.unbind.int,), Rule(unbind_choices, "... [n] -> ..., ...")),
     (
         (aten.slice_backward.default,),
         Rule(slice_grad_choices, "... m -> ... n", {"input_sizes": 0}),
-    ),
-    (
-        (aten.select_backward.default,),
-        Rule(select_grad_choices, "... -> ... [n]", {"input_sizes": 0}),
     ),
 )

@@ -20,12 +20,13 @@ from shardwise.core.sizes import Size, divides, equal, lengths, smaller, surely_
 from shardwise.dispatch.rule import (
     Call,
     Choice,
-    EmptySafe,
     LocalCall,
     Rule,
     Table,
     averages_too,
+    empty_safe,
     linear_choices,
+    sharded_together,
     table,
 )
 from shardwise.dtensor.snapshots import resolve_conj, resolve_neg
@@ -52,23 +53,28 @@ class Link:
         return self.source_run is self.target_run or equal(self.source_run, self.target_run)
 
 
-def link_choices(call: Call, links: Sequence[Link]) -> Iterator[Choice]:
-    yield call.replicated()
+def link_choices(
+    call: Call, links: Sequence[Link], local: LocalCall | None = None
+) -> Iterator[Choice]:
+    yield replace(call.replicated(), local=local)
     for link in links:
         if link.same_dim:
-            for sizes in call.splits([(0, link.source)]):
-                yield Choice((Shard(link.source, sizes),), (Shard(link.target, sizes),))
+            targets = [link.target] * len(call.outputs)
+            yield from sharded_together(call, (link.source,), targets, local)
         else:
             yield from _run_choices(call, links, link)
-    yield from linear_choices(call, ((0,),))
+    for choice in linear_choices(call, ((0,),)):
+        yield replace(choice, local=local)
 
 
-def reordered_choices(call: Call, links: Sequence[Link]) -> Iterator[Choice]:
+def reordered_choices(
+    call: Call, links: Sequence[Link], local: LocalCall | None = None
+) -> Iterator[Choice]:
     """`link_choices` of an op that only moves entries: a Partial of any reduction passes."""
-    yield from link_choices(call, links)
+    yield from link_choices(call, links, local)
     placed = call.placed[0] if call.placed else None
     if isinstance(placed, Partial) and placed.reduce_op not in averages_too(call.inputs[0]):
-        yield Choice((placed,), (placed,) * len(call.outputs))
+        yield Choice((placed,), (placed,) * len(call.outputs), local)
 
 
 def _run_choices(call: Call, links: Sequence[Link], link: Link) -> Iterator[Choice]:
@@ -162,15 +168,12 @@ def _product(sizes: Sequence[Size]) -> Size:
 
 def _viewed(call: Call) -> list[Link]:
     before, after = call.inputs[0].shape, call.outputs[0].shape
-    if any(type(s) is int and s == 0 for s in before):
-        # Which dims an empty view merges is unknown: only dims that stay in place are linked.
-        same = zip(before, after, strict=False)
-        return (
-            [Link(d, d) for d, (a, b) in enumerate(same) if equal(a, b)]
-            if len(before) == len(after)
-            else []
-        )
-    return view_links(before, after)
+    if not any(type(s) is int and s == 0 for s in before):
+        return view_links(before, after)
+    # Which dims an empty view merges is unknown: only dims that stay in place are linked.
+    if len(before) != len(after):
+        return []
+    return [d for d in unchanged(call) if equal(before[d.source], after[d.target])]
 
 
 def _permuted(order: Callable[[Call], Sequence[int]]) -> Callable[[Call], list[Link]]:
@@ -219,8 +222,7 @@ def _squeeze_choices(call: Call) -> Iterator[Choice]:
     dropped = [d for d in sorted(chosen) if equal(shape[d], 1)]
     kept = [d for d in range(ndim) if d not in dropped]
     local = LocalCall(Squeeze(tuple(dropped)))
-    for choice in reordered_choices(call, [Link(s, t) for t, s in enumerate(kept)]):
-        yield replace(choice, local=local)
+    yield from reordered_choices(call, [Link(s, t) for t, s in enumerate(kept)], local)
 
 
 def _expanded(call: Call) -> list[Link]:
@@ -309,10 +311,9 @@ def _slice_choices(call: Call) -> Iterator[Choice]:
     at = call.argument("dim") % call.inputs[0].ndim
     size, count = call.inputs[0].shape[at], call.outputs[0].shape[at]
     if surely_equal(size, count):
-        for choice in reordered_choices(call, unchanged(call)):
-            yield replace(choice, local=_WHOLE_VIEW)
+        yield from reordered_choices(call, unchanged(call), _WHOLE_VIEW)
         return
-    yield from reordered_choices(call, [Link(d, d) for d in range(call.inputs[0].ndim) if d != at])
+    yield from reordered_choices(call, all_but(call, at))
     cut = slice_cut(call, at, size, count)
     if cut is None:
         return
@@ -324,15 +325,19 @@ def _slice_choices(call: Call) -> Iterator[Choice]:
 
 
 def unchanged(call: Call) -> list[Link]:
-    return [Link(d, d) for d in range(call.inputs[0].ndim)]
+    return all_but(call, None)
+
+
+def all_but(call: Call, dim: int | None) -> list[Link]:
+    """All dims but one stay what they are."""
+    return [Link(d, d) for d in range(call.inputs[0].ndim) if d != dim]
 
 
 def _view_choices(call: Call, links: Sequence[Link]) -> Iterator[Choice]:
     """To the same shape, shards keep their strides: torch gives dims of one entry new ones."""
     shape, made = call.inputs[0].shape, call.outputs[0].shape
     same = len(shape) == len(made) and all(map(surely_equal, shape, made))
-    for choice in reordered_choices(call, links):
-        yield replace(choice, local=_WHOLE_VIEW) if same else choice
+    yield from reordered_choices(call, links, _WHOLE_VIEW if same else None)
 
 
 def view(
@@ -421,8 +426,7 @@ def _embedded(call: Call) -> list[Link]:
 
 def _windows(call: Call) -> list[Link]:
     ndim = call.inputs[0].ndim
-    at = call.argument("dimension") % ndim if ndim else 0
-    return [Link(d, d) for d in range(ndim) if d != at]
+    return all_but(call, call.argument("dimension") % ndim if ndim else None)
 
 
 def _windows_back(call: Call) -> list[Link]:
@@ -432,38 +436,22 @@ def _windows_back(call: Call) -> list[Link]:
     return [Link(d, d) for d in range(len(out)) if d != at and grad[d] == out[d]]
 
 
-def _but_last(call: Call) -> list[Link]:
-    return [Link(d, d) for d in range(call.inputs[0].ndim - 1)]
+def _computed(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Call], Iterator[Choice]]:
+    """The choices of a view that is computed: collectives ignore torch's lazy bits."""
+    local = LocalCall(fn, copies=True)
+    return lambda call: link_choices(call, unchanged(call), local)
 
 
-def _conjugate_choices(call: Call) -> Iterator[Choice]:
-    """The conjugate is computed: collectives ignore the lazy conjugate bit."""
-    local = LocalCall(torch.conj_physical, copies=True)
-    for choice in link_choices(call, unchanged(call)):
-        yield replace(choice, local=local)
-
-
-def _negative_choices(call: Call) -> Iterator[Choice]:
-    local = LocalCall(torch.neg, copies=True)
-    for choice in link_choices(call, unchanged(call)):
-        yield replace(choice, local=local)
-
-
-def _safe_choices(call: Call, choices: Iterator[Choice]) -> Iterator[Choice]:
-    """An empty shard gets memory of its own: it may begin at an odd place in another tensor."""
-    local = LocalCall(EmptySafe(call.op), per_rank=True)
-    for choice in choices:
-        yield replace(choice, local=local)
-
-
-def _pair_choices(call: Call, links: Sequence[Link]) -> Iterator[Choice]:
-    yield from _safe_choices(call, link_choices(call, links))
+# An empty shard may begin at an odd place in another tensor: it gets memory of its own.
+def _pair_choices(call: Call) -> Iterator[Choice]:
+    but_last = all_but(call, call.inputs[0].ndim - 1)
+    yield from link_choices(call, but_last, empty_safe(call.op))
 
 
 def _bits_choices(call: Call) -> Iterator[Choice]:
     """The same bits as another dtype: a shard of the last dim must hold whole entries."""
-    before, after = call.inputs[0], call.outputs[0]
-    yield call.replicated()
+    before, after, local = call.inputs[0], call.outputs[0], empty_safe(call.op)
+    yield replace(call.replicated(), local=local)
     for dim in range(before.ndim):
         for sizes in call.splits([(0, dim)]):
             target: Shard | None = Shard(dim, sizes)
@@ -471,7 +459,7 @@ def _bits_choices(call: Call) -> Iterator[Choice]:
             if dim == before.ndim - 1 and before.dtype.itemsize != after.dtype.itemsize:
                 target, alone = _same_bytes(call, dim, sizes), ((0, dim),)
             if target is not None:
-                yield Choice((Shard(dim, sizes),), (target,), alone=alone)
+                yield Choice((Shard(dim, sizes),), (target,), local, alone=alone)
 
 
 def _same_bytes(call: Call, dim: int, sizes: tuple[int, ...] | None) -> Shard | None:
@@ -508,7 +496,15 @@ RULES: Table = table(
     view(aten.select.int, links=_selected, text="... [n] -> ..."),
     ((aten.slice.Tensor,), Rule(_slice_choices, "... n -> ... m")),
     view(aten.detach.default, aten.alias.default, links=unchanged, text="... -> ..."),
-    ((aten.view.dtype,), Rule(lambda call: _safe_choices(call, _bits_choices(call)), "... -> ...")),
+    view(aten.unbind.int, links=_selected, text="... [n] -> ..., ...", choices=link_choices),
+    view(
+        aten.select_backward.default,
+        links=_inserted,
+        text="... -> ... [n]",
+        shape="input_sizes",
+        choices=link_choices,
+    ),
+    ((aten.view.dtype,), Rule(_bits_choices, "... -> ...")),
     ((aten.diagonal.default,), Rule(_diagonal_choices, "m n ... -> ... k")),
     view(
         aten.diagonal_backward.default,
@@ -532,11 +528,9 @@ RULES: Table = table(
         choices=link_choices,
     ),
     view(aten.view_as_real.default, links=unchanged, text="... -> ... [2]", choices=link_choices),
-    view(
-        aten.view_as_complex.default, links=_but_last, text="... [2] -> ...", choices=_pair_choices
-    ),
-    ((aten._conj.default,), Rule(_conjugate_choices, "... -> ...")),
-    ((aten._neg_view.default,), Rule(_negative_choices, "... -> ...")),
+    ((aten.view_as_complex.default,), Rule(_pair_choices, "... [2] -> ...")),
+    ((aten._conj.default,), Rule(_computed(torch.conj_physical), "... -> ...")),
+    ((aten._neg_view.default,), Rule(_computed(torch.neg), "... -> ...")),
 )
 
 KERNELS: tuple[tuple[str, Any], ...] = (
