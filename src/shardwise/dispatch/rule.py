@@ -435,12 +435,12 @@ def sharded_together(
 
     Each input and output is given as the number of that dim in it, or as its placement.
     """
-
-    def placed(tensors: Sequence[int | Placement]) -> tuple[Placement, ...]:
-        return tuple(Shard(t, sizes) if isinstance(t, int) else t for t in tensors)
-
     for sizes in call.splits([(i, dim) for i, dim in enumerate(inputs) if isinstance(dim, int)]):
-        yield Choice(placed(inputs), placed(outputs), local, alone=alone)
+        ins, outs = (
+            tuple(Shard(at, sizes) if isinstance(at, int) else at for at in tensors)
+            for tensors in (inputs, outputs)
+        )
+        yield Choice(ins, outs, local, alone=alone)
 
 
 def averages_too(meta: TensorMeta) -> tuple[str, ...]:

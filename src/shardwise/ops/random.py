@@ -18,9 +18,17 @@ from torch.nn import functional as F
 
 from shardwise.comm.agreement import raise_together
 from shardwise.core.layout import Layout, differing_axes
-from shardwise.core.placements import REPLICATE, NormPartial, Partial, Shard
+from shardwise.core.placements import REPLICATE, NormPartial, Partial
 from shardwise.core.untraced import UntracedFunction
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.dispatch.rule import (
+    Call,
+    Choice,
+    LocalCall,
+    Rule,
+    Table,
+    sharded_together,
+    table,
+)
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.lookup.ids import has_values
@@ -84,20 +92,18 @@ class Fill:
         return held
 
 
-def _placed_alike(call: Call) -> Iterator[Choice]:
+def _placed_alike(call: Call, local: LocalCall) -> Iterator[Choice]:
     """All operands have the shape and the placement of the result."""
-    yield call.replicated()
+    yield replace(call.replicated(), local=local)
     for dim in range(call.outputs[0].ndim):
-        for sizes in call.splits([(i, dim) for i in range(len(call.inputs))]):
-            shard = Shard(dim, sizes)
-            yield Choice((shard,) * len(call.inputs), (shard,) * len(call.outputs))
+        inputs, outputs = [dim] * len(call.inputs), [dim] * len(call.outputs)
+        yield from sharded_together(call, inputs, outputs, local)
 
 
 def fill_choices(call: Call) -> Iterator[Choice]:
     """The values of the first argument do not matter; a Partial one may be written to."""
     local = LocalCall(Fill(call.op), collective=True)
-    for choice in _placed_alike(call):
-        yield replace(choice, local=local)
+    yield from _placed_alike(call, local)
     before = call.placed[0] if call.placed else REPLICATE
     # Draws may be negative, norms are not.
     if isinstance(before, Partial) and not isinstance(before, NormPartial):
@@ -135,35 +141,30 @@ class Bernoulli:
 
 
 def bernoulli_choices(call: Call) -> Iterator[Choice]:
-    for choice in _placed_alike(call):
-        yield replace(choice, local=LocalCall(Bernoulli(call.op), collective=True))
+    yield from _placed_alike(call, LocalCall(Bernoulli(call.op), collective=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Normal:
+def normal_with(
+    layouts: Sequence[Layout],
+    mean: Any,
+    std: Any = 1.0,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
     """Normal values with a mean and a deviation per element."""
-
-    def __call__(
-        self,
-        layouts: Sequence[Layout],
-        mean: Any,
-        std: Any = 1.0,
-        generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        layout = layouts[-1]
-        tensor = mean if isinstance(mean, torch.Tensor) else std
-        dtype = layout.dtype
-        if isinstance(std, torch.Tensor):
-            _check_deviations(layouts[-2], std)
-        if not has_values(tensor):
-            model = model_of(layout, tensor.device)
-            drawn = sliced(aten.normal_functional.default(model, generator=generator), layout)
-        else:
-            drawn = new_parts(layout, tensor.device)
-            draw_parts(layout, drawn, draw_of(aten.normal_.default, (), generator))
-        if not isinstance(mean, torch.Tensor):
-            mean = torch.full((), mean, dtype=dtype, device=tensor.device)
-        return drawn.mul(std).to(dtype).add(mean).to(dtype)
+    layout = layouts[-1]
+    tensor = mean if isinstance(mean, torch.Tensor) else std
+    dtype = layout.dtype
+    if isinstance(std, torch.Tensor):
+        _check_deviations(layouts[-2], std)
+    if not has_values(tensor):
+        model = model_of(layout, tensor.device)
+        drawn = sliced(aten.normal_functional.default(model, generator=generator), layout)
+    else:
+        drawn = new_parts(layout, tensor.device)
+        draw_parts(layout, drawn, draw_of(aten.normal_.default, (), generator))
+    if not isinstance(mean, torch.Tensor):
+        mean = torch.full((), mean, dtype=dtype, device=tensor.device)
+    return drawn.mul(std).to(dtype).add(mean).to(dtype)
 
 
 def _check_deviations(layout: Layout, std: torch.Tensor) -> None:
@@ -181,30 +182,27 @@ def _refuse_negative(layout: Layout, std: torch.Tensor) -> None:
 
 def normal_choices(call: Call) -> Iterator[Choice]:
     for choice in elementwise().choices(call):
-        yield replace(choice, local=LocalCall(Normal(), collective=True))
+        yield replace(choice, local=LocalCall(normal_with, collective=True))
 
 
 # -- dropout ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Dropout:
+def dropout(
+    layouts: Sequence[Layout], x: torch.Tensor, p: float, train: bool | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The result and the mask, which each device type draws in its own way."""
-
-    def __call__(
-        self, layouts: Sequence[Layout], x: torch.Tensor, p: float, train: bool | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        layout, dtype = layouts[-1], layouts[0].dtype
-        if train is False:
-            # Not the op: for an empty shard it returns a mask of another dtype.
-            return x.clone(), torch.ones_like(x, dtype=torch.bool)
-        if not has_values(x):
-            ones = torch.ones_like(model_of(layout, x.device, dtype))
-            mask = sliced(aten.native_dropout.default(ones, p, True)[1], layout)
-        else:
-            mask = new_parts(layout, x.device)
-            draw_parts(layout, mask, Draw(_mask_writer(p, dtype), name="dropout"))
-        return x.mul(mask).mul(0.0 if p == 1 else 1 / (1 - p)), mask
+    layout, dtype = layouts[-1], layouts[0].dtype
+    if train is False:
+        # Not the op: for an empty shard it returns a mask of another dtype.
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    if not has_values(x):
+        ones = torch.ones_like(model_of(layout, x.device, dtype))
+        mask = sliced(aten.native_dropout.default(ones, p, True)[1], layout)
+    else:
+        mask = new_parts(layout, x.device)
+        draw_parts(layout, mask, Draw(_mask_writer(p, dtype), name="dropout"))
+    return x.mul(mask).mul(0.0 if p == 1 else 1 / (1 - p)), mask
 
 
 def _mask_writer(p: float, dtype: torch.dtype) -> Any:
@@ -220,9 +218,8 @@ def _mask_writer(p: float, dtype: torch.dtype) -> Any:
 
 
 def dropout_choices(call: Call) -> Iterator[Choice]:
-    local = LocalCall(Dropout(), collective=True)
-    for choice in _placed_alike(call):
-        yield replace(choice, local=local)
+    local = LocalCall(dropout, collective=True)
+    yield from _placed_alike(call, local)
     for reduce_op in ("sum", "avg"):
         yield Choice((Partial(reduce_op),), (Partial(reduce_op), REPLICATE), local)
 

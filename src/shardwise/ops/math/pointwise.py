@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardwise._torch.dispatch import decompositions
-from shardwise.core.placements import REPLICATE, Placement, Shard
+from shardwise.core.placements import REPLICATE, Placement
 from shardwise.core.sizes import equal_shapes
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dispatch.local_call import DIVISIONS
@@ -22,6 +22,7 @@ from shardwise.dispatch.rule import (
     Table,
     parse,
     pattern_choices,
+    sharded_together,
     table,
 )
 from shardwise.dtensor.autograd import direct_apply
@@ -144,30 +145,25 @@ def like_choices(call: Call) -> Iterator[Choice]:
         yield Choice((model,), (REPLICATE,))
     if equal_shapes(call.inputs[0].shape, call.outputs[0].shape):
         for dim in range(call.inputs[0].ndim):
-            for sizes in call.splits([(0, dim)]):
-                shard = Shard(dim, sizes)
-                yield Choice((shard,), (shard,))
+            yield from sharded_together(call, (dim,), (dim,))
     elif model.is_shard():
         yield Choice((model,), (REPLICATE,))
 
 
-@dataclass(frozen=True, slots=True)
-class NewStrided:
+def new_strided(
+    coordinate: Any, layouts: Sequence[Any], x: torch.Tensor, *_: Any, **options: Any
+) -> torch.Tensor:
     """A new shard, dense, with the memory order of the global tensor."""
-
-    def __call__(
-        self, coordinate: Any, layouts: Sequence[Any], x: torch.Tensor, *_: Any, **options: Any
-    ) -> torch.Tensor:
-        shape, order = layouts[-1].local_shape(coordinate), layouts[-1].memory_order
-        if order is None:
-            return x.new_empty(shape, **options)
-        inverse = sorted(range(len(order)), key=lambda i: order[i])
-        return x.new_empty([shape[d] for d in order], **options).permute(inverse)
+    shape, order = layouts[-1].local_shape(coordinate), layouts[-1].memory_order
+    if order is None:
+        return x.new_empty(shape, **options)
+    inverse = sorted(range(len(order)), key=lambda i: order[i])
+    return x.new_empty([shape[d] for d in order], **options).permute(inverse)
 
 
 def strided_choices(call: Call) -> Iterator[Choice]:
     for choice in like_choices(call):
-        yield replace(choice, local=LocalCall(NewStrided(), per_rank=True))
+        yield replace(choice, local=LocalCall(new_strided, per_rank=True))
 
 
 RULES: Table = table(

@@ -12,10 +12,19 @@ from typing import Any
 
 import torch
 
-from shardwise.core.placements import REPLICATE, NormPartial, Partial, Placement, Shard
+from shardwise.core.placements import SUM, NormPartial, Partial, Placement
 from shardwise.core.sizes import Size, noted
 from shardwise.core.untraced import UntracedFunction
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, linear_choices, table
+from shardwise.dispatch.rule import (
+    Call,
+    Choice,
+    LocalCall,
+    Rule,
+    Table,
+    linear_choices,
+    sharded_together,
+    table,
+)
 from shardwise.dtensor.tensor import DTensor
 from shardwise.ops.operands import read_from
 
@@ -50,12 +59,10 @@ def _choices(call: Call, local: LocalCall | None) -> Iterator[Choice]:
     reduced = reduced_dims(call)
     yield call.replicated()
     for dim in range(call.inputs[0].ndim):
-        for sizes in call.splits([(0, dim)]):
-            if dim in reduced:
-                yield Choice((Shard(dim, sizes),), (Partial("sum"),), local)
-            else:
-                out: Placement = Shard(result_dim(call, dim, reduced), sizes)
-                yield Choice((Shard(dim, sizes),), (out,))
+        if dim in reduced:
+            yield from sharded_together(call, (dim,), (SUM,), local)
+        else:
+            yield from sharded_together(call, (dim,), (result_dim(call, dim, reduced),))
     yield from linear_choices(call, ((0,),))
 
 
@@ -81,11 +88,6 @@ def mean_choices(call: Call) -> Iterator[Choice]:
     shape = call.inputs[0].shape
     count = math.prod(shape[d] for d in reduced_dims(call))
     yield from _choices(call, LocalCall(MeanTerm(count, call.outputs[0].dtype)))
-
-
-def scalar_choices(call: Call) -> Iterator[Choice]:
-    """Reads a number, of a replicated tensor."""
-    yield Choice((REPLICATE,) * len(call.inputs), ())
 
 
 # -- maxima, minima, products, any and all ---------------------------------------------------
@@ -131,15 +133,12 @@ def _reduction(*ops: Any, terms: tuple[str, ...], fails_on_empty: bool = False) 
         if any(type(size) is int and size == 0 for size in sizes_reduced):
             return  # torch raises: nothing has no extreme
         for dim in range(call.inputs[0].ndim):
-            for sizes in call.splits([(0, dim)]):
-                shard = Shard(dim, sizes)
-                if dim in reduced:
-                    # No backend has this reduction of complex numbers.
-                    if not call.inputs[0].dtype.is_complex:
-                        yield Choice((shard,), outputs, local)
-                else:
-                    out = Shard(result_dim(call, dim, reduced), sizes)
-                    yield Choice((shard,), (out,) * len(terms), local)
+            if dim not in reduced:
+                outs = [result_dim(call, dim, reduced)] * len(terms)
+                yield from sharded_together(call, (dim,), outs, local)
+            elif not call.inputs[0].dtype.is_complex:
+                # No backend has this reduction of complex numbers.
+                yield from sharded_together(call, (dim,), outputs, local)
         if len(terms) == 1 and call.inputs[0].dtype == call.outputs[0].dtype:
             yield Choice(outputs, outputs, local)
 
@@ -149,23 +148,10 @@ def _reduction(*ops: Any, terms: tuple[str, ...], fails_on_empty: bool = False) 
 # -- norms of vectors: the norm of the shards' norms -----------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LargestTerm:
+def largest_term(x: torch.Tensor, ord: float = math.inf, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The largest magnitude of a rank's shard; zero if that is empty."""
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        ord: float = math.inf,
-        dim: Any = None,
-        keepdim: bool = False,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        if x.numel():
-            return aten.linalg_vector_norm.default(x, ord, dim, keepdim, dtype=dtype)
-        # The 1-norm of nothing is defined: zeros of the right shape and dtype.
-        return aten.linalg_vector_norm.default(x, 1, dim, keepdim, dtype=dtype)
+    # The 1-norm of nothing is defined: zeros of the right shape and dtype.
+    return aten.linalg_vector_norm.default(x, ord if x.numel() else 1, *args, **kwargs)
 
 
 def vector_norm_choices(call: Call) -> Iterator[Choice]:
@@ -180,14 +166,10 @@ def vector_norm_choices(call: Call) -> Iterator[Choice]:
         terms.append(NormPartial(norm_type=order))
     if order in (0, 1):
         terms.append(Partial("sum"))
-    local = LocalCall(LargestTerm()) if order == math.inf else None
+    local = LocalCall(largest_term) if order == math.inf else None
     for dim in range(call.inputs[0].ndim):
-        for sizes in call.splits([(0, dim)]):
-            shard = Shard(dim, sizes)
-            if dim not in reduced:
-                yield Choice((shard,), (Shard(result_dim(call, dim, reduced), sizes),), local)
-            else:
-                yield from (Choice((shard,), (term,), local) for term in terms)
+        for out in terms if dim in reduced else [result_dim(call, dim, reduced)]:
+            yield from sharded_together(call, (dim,), (out,), local)
     for term in terms:
         if isinstance(term, NormPartial) and term in call.placed:
             yield Choice((term,), (term,), local)
@@ -252,15 +234,6 @@ def _prod(op: Any, x: Any, args: tuple[Any, ...], dtype: Any) -> Any:
 RULES: Table = table(
     ((aten.sum.default, aten.sum.dim_IntList), Rule(sum_choices, "... [reduced] -> ...")),
     ((aten.mean.default, aten.mean.dim), Rule(mean_choices, "... [reduced] -> ...")),
-    (
-        (
-            aten._local_scalar_dense.default,
-            aten.equal.default,
-            aten.allclose.default,
-            aten.is_nonzero.default,
-        ),
-        Rule(scalar_choices, "replicated -> number"),
-    ),
     _reduction(aten.amax.default, aten.max.default, terms=("max",), fails_on_empty=True),
     _reduction(aten.amin.default, aten.min.default, terms=("min",), fails_on_empty=True),
     _reduction(aten.aminmax.default, terms=("min", "max"), fails_on_empty=True),

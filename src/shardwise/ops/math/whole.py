@@ -27,6 +27,7 @@ from shardwise.dispatch.rule import (
     linear_choices,
     merge,
     rule,
+    sharded_together,
     table,
 )
 from shardwise.ops.math.reduce import reduced_dims
@@ -66,9 +67,7 @@ def whole(
             if dim not in needed:
                 dropped = call.outputs[0].ndim < call.inputs[0].ndim
                 out = dim - sum(d < dim for d in needed) if dropped else dim
-                for sizes in call.splits([(0, dim)]):
-                    shards = (Shard(out, sizes),) * len(call.outputs)
-                    yield Choice((Shard(dim, sizes),), shards, local)
+                yield from sharded_together(call, (dim,), [out] * len(call.outputs), local)
         if linear:
             yield from linear_choices(call, ((0,),))
 
@@ -91,10 +90,8 @@ def _each_value(call: Call, values: int) -> Iterator[Choice]:
     """Each value is searched for on its own; the sequence or set is whole."""
     yield call.replicated()
     for dim in range(call.inputs[values].ndim):
-        for sizes in call.splits([(values, dim)]):
-            shard: Placement = Shard(dim, sizes)
-            inputs = tuple(shard if i == values else REPLICATE for i, _ in enumerate(call.inputs))
-            yield Choice(inputs, (shard,))
+        inputs = [dim if i == values else REPLICATE for i, _ in enumerate(call.inputs)]
+        yield from sharded_together(call, inputs, (dim,))
 
 
 def bucketize_choices(call: Call) -> Iterator[Choice]:
@@ -109,18 +106,10 @@ def searchsorted_choices(call: Call) -> Iterator[Choice]:
         return
     yield call.replicated()
     num = len(call.inputs)
-    for dim in range(sequence.ndim - 1):
-        for sizes in call.splits([(i, dim) for i in range(num)]):
-            shard: Placement = Shard(dim, sizes)
-            yield Choice((shard,) * num, (shard,))
     last = sequence.ndim - 1
-    for sizes in call.splits([(1, last)]):
-        shard = Shard(last, sizes)
-        yield Choice((REPLICATE, shard, *(REPLICATE,) * (num - 2)), (shard,))
-
-
-def searchsorted_number_choices(call: Call) -> Iterator[Choice]:
-    yield call.replicated()
+    for dim in range(last):
+        yield from sharded_together(call, [dim] * num, (dim,))
+    yield from sharded_together(call, (REPLICATE, last, *[REPLICATE] * (num - 2)), (last,))
 
 
 #: Ops that run whole on every rank.
@@ -196,18 +185,16 @@ def batch_choices(call: Call, inputs: Sequence[int], outputs: Sequence[int]) -> 
     yield call.replicated()
     batches = [_batch(meta, core) for meta, core in zip(call.inputs, inputs, strict=False)]
     longest = max(batches, key=len)
-    for dim in range(len(longest)):
-        from_right = dim - len(longest)
+    for from_right in range(-len(longest), 0):
         size = max((b[from_right] for b in batches if len(b) >= -from_right), default=1)
-        found = [_place(b, from_right, size) for b in batches]
-        places = [(i, p) for i, p in enumerate(found) if p is not None]
-        for sizes in call.splits(places) if not equal(size, 1) else ():
-            yield Choice(
-                tuple(_sharded(p, sizes) for p in found),
-                tuple(
-                    _sharded(_place(_batch(meta, core), from_right, size), sizes)
+        if not equal(size, 1):
+            yield from sharded_together(
+                call,
+                [_place(batch, from_right, size) for batch in batches],
+                [
+                    _place(_batch(meta, core), from_right, size)
                     for meta, core in zip(call.outputs, outputs, strict=False)
-                ),
+                ],
             )
 
 
@@ -237,14 +224,10 @@ def _batch(meta: TensorMeta, core: int) -> tuple[Any, ...]:
     return meta.shape[: meta.ndim - core] if meta.ndim >= core else ()
 
 
-def _place(batch: tuple[Any, ...], from_right: int, size: Any) -> int | None:
-    """The number of the dim in a batch; None if it is absent or broadcast."""
+def _place(batch: tuple[Any, ...], from_right: int, size: Any) -> int | Placement:
+    """The number of the dim in a batch; replicated if it is absent or broadcast."""
     at = len(batch) + from_right
-    return at if at >= 0 and batch[at] == size else None
-
-
-def _sharded(dim: int | None, sizes: tuple[int, ...] | None) -> Placement:
-    return REPLICATE if dim is None else Shard(dim, sizes)
+    return at if at >= 0 and batch[at] == size else REPLICATE
 
 
 def _solve_cores(call: Call) -> Cores:
@@ -252,11 +235,6 @@ def _solve_cores(call: Call) -> Cores:
     a, b = call.inputs[0], call.inputs[1]
     vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and equal_shapes(b.shape, a.shape[:-1]))
     return (2, 2 - vector), (2 - vector, 2, 1, 0)
-
-
-def _check_choices(call: Call) -> Iterator[Choice]:
-    """Every rank must see every failure, so that all raise."""
-    yield Choice((REPLICATE,), ())
 
 
 LINALG: Table = table(
@@ -289,7 +267,8 @@ LINALG: Table = table(
     batched(aten.linalg_pinv.atol_rtol_tensor, inputs=(2, 0, 0)),
     batched(aten.linalg_solve_triangular.default, inputs=(2, 2), columns=1),
     batched(aten.triangular_solve.default, inputs=(2, 2), outputs=(2, 2), columns=0),
-    ((aten._linalg_check_errors.default,), Rule(_check_choices, "replicated -> ")),
+    # Every rank must see every failure, so that all raise.
+    gathered(aten._linalg_check_errors.default),
     rule(
         aten.linalg_cross.default,
         like="... [n], ... [n] -> ... [n]",
@@ -332,6 +311,13 @@ RULES: Table = merge(
             aten.hash_tensor.default,
             dims=reduced_dims,
         ),
+        # They read a number.
+        gathered(
+            aten._local_scalar_dense.default,
+            aten.equal.default,
+            aten.allclose.default,
+            aten.is_nonzero.default,
+        ),
         whole(aten.cumsum.default, dims=reduced_dims, linear=True),
         whole(aten.flip.default, aten.roll.default, dims=_listed_dims, linear=True),
         whole(aten.tril.default, aten.triu.default, dims=_last_two, linear=True),
@@ -346,7 +332,7 @@ RULES: Table = merge(
         ),
         ((aten.bucketize.Tensor,), Rule(bucketize_choices, "..., [n] -> ...")),
         ((aten.searchsorted.Tensor,), Rule(searchsorted_choices, "... [n], ... m -> ... m")),
-        ((aten.searchsorted.Scalar,), Rule(searchsorted_number_choices, "[n] -> ")),
+        gathered(aten.searchsorted.Scalar),
         (
             (aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar),
             Rule(bucketize_choices, "..., [n] -> ..."),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardwise._torch.dispatch import decompositions
-from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
+from shardwise.core.placements import REPLICATE, SUM
 from shardwise.core.sizes import Size, equal
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dispatch.catalog import in_order
@@ -27,6 +27,7 @@ from shardwise.dispatch.rule import (
     empty_safe,
     linear_choices,
     rule,
+    sharded_together,
     table,
 )
 from shardwise.dtensor.operands import class_losses
@@ -75,10 +76,8 @@ def nll_loss_choices(call: Call) -> Iterator[Choice]:
     if reduction == _MEAN or call.inputs[0].ndim != 2:
         return
     others = (REPLICATE,) * (len(call.inputs) - 2)
-    for sizes in call.splits([(0, 0), (1, 0)]):
-        shard = Shard(0, sizes)
-        outputs = (shard, REPLICATE) if reduction == _NONE else (SUM, SUM)
-        yield Choice((shard, shard, *others), outputs)
+    outputs = (0, REPLICATE) if reduction == _NONE else (SUM, SUM)
+    yield from sharded_together(call, (0, 0, *others), outputs)
 
 
 # -- cross entropy, above autograd -----------------------------------------------------------
@@ -283,14 +282,10 @@ def margin_choices(call: Call) -> Iterator[Choice]:
     yield call.replicated()
     if call.inputs[0].ndim != 2:
         return
-    loss: Placement = SUM
     others = (REPLICATE,) * (len(call.inputs) - 2)
-    for sizes in call.splits([(0, 0), (1, 0)]):
-        shard = Shard(0, sizes)
-        if call.argument("reduction") == _NONE:
-            loss = shard
-        rest = (shard,) * (len(call.outputs) - 1)
-        yield Choice((shard, shard, *others), (loss, *rest), _margin_local(call))
+    loss = 0 if call.argument("reduction") == _NONE else SUM
+    outputs = (loss, *[0] * (len(call.outputs) - 1))
+    yield from sharded_together(call, (0, 0, *others), outputs, _margin_local(call))
 
 
 def margin_grad_choices(call: Call) -> Iterator[Choice]:
@@ -300,18 +295,11 @@ def margin_grad_choices(call: Call) -> Iterator[Choice]:
     if call.inputs[1].ndim != 2:
         return
     samples = call.inputs[1].shape[0]
-    weighted = {a.name for a in call.op._schema.arguments} >= {"weight"}
-    each = [
-        i
-        for i, meta in enumerate(call.inputs)
-        if i and not (weighted and i == 3) and meta.ndim and equal(meta.shape[0], samples)
+    inputs = [
+        0 if name != "weight" and meta.ndim and equal(meta.shape[0], samples) else REPLICATE
+        for name, meta in zip(call.tensor_names(), call.inputs, strict=True)
     ]
-    if call.argument("reduction") == _NONE:
-        each.insert(0, 0)
-    for sizes in call.splits([(i, 0) for i in each]):
-        shard = Shard(0, sizes)
-        inputs = tuple(shard if i in each else REPLICATE for i in range(len(call.inputs)))
-        yield Choice(inputs, (shard,), _margin_local(call))
+    yield from sharded_together(call, inputs, (0,), _margin_local(call))
 
 
 RULES: Table = table(

@@ -416,8 +416,9 @@ def layer_norm_grad_choices(call: Call) -> Iterator[Choice]:
     others = (REPLICATE,) * (len(call.inputs) - 1 - num_grads)
     yield call.replicated()
     for dim in range(_num_batch_dims(call)):
-        outputs = call.asked((dim, *[SUM] * (num_grads - 1)))
-        yield from sharded_together(call, (*[dim] * (1 + num_grads), *others), outputs)
+        grads: list[int | Placement] = [dim, *[SUM] * (num_grads - 1)]
+        inputs = (*[dim] * (1 + num_grads), *others)
+        yield from sharded_together(call, inputs, call.asked(grads))
 
 
 # -- group norm ------------------------------------------------------------------------------
@@ -495,8 +496,9 @@ def group_norm_grad_choices(call: Call) -> Iterator[Choice]:
     num = len(call.inputs) - 4
     local = LocalCall(group_norm_grad_of_shards, per_rank=True)
     yield replace(call.replicated(), local=local)
-    by_batch = (0, 0, 0, 0, *[REPLICATE] * num)
-    yield from sharded_together(call, by_batch, call.asked((0, SUM, SUM)), local)
+    whole = [REPLICATE] * num
+    grads = call.asked((0, SUM, SUM))
+    yield from sharded_together(call, (0, 0, 0, 0, *whole), grads, local)
     for split in _channel_splits(call, 1):
         channels, each, groups = split.channels, split.per_channel, split.groups
         inputs = (channels, channels, groups, groups, *[each] * num)

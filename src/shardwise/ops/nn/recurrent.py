@@ -14,9 +14,18 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from shardwise.core.placements import REPLICATE, SUM, Partial, Placement, Shard
+from shardwise.core.placements import REPLICATE, SUM, Partial, Placement
 from shardwise.core.untraced import UntracedFunction, differentiated_once
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, UnlessEmpty, table
+from shardwise.dispatch.rule import (
+    Call,
+    Choice,
+    LocalCall,
+    Rule,
+    Table,
+    UnlessEmpty,
+    sharded_together,
+    table,
+)
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.lookup.ids import has_values
@@ -63,41 +72,31 @@ def recurrent_grads(
     )
 
 
-def _sharded(sizes: tuple[int, ...] | None, batch_first: bool, num: int) -> tuple[Placement, ...]:
-    """Steps and states with their batch sharded."""
-    return Shard(0 if batch_first else 1, sizes), *[Shard(1, sizes)] * num
-
-
 def recurrent_choices(call: Call) -> Iterator[Choice]:
-    kind, batch_first = call.args[0], call.args[3]
-    num = NUM_STATES[kind]
-    weights = [REPLICATE] * (len(call.inputs) - 1 - num)
-    local = LocalCall(UnlessEmpty(recurrent), per_rank=True)
+    batch = _batch_dims(call)
+    weights = [REPLICATE] * (len(call.inputs) - len(batch))
     yield call.replicated()
-    for sizes in call.splits(_batch_places(0, batch_first, num)):
-        sharded = _sharded(sizes, batch_first, num)
-        yield Choice((*sharded, *weights), sharded, local)
+    local = LocalCall(UnlessEmpty(recurrent), per_rank=True)
+    yield from sharded_together(call, (*batch, *weights), batch, local)
 
 
 def recurrent_grad_choices(call: Call) -> Iterator[Choice]:
-    kind, batch_first = call.args[0], call.args[3]
-    num = NUM_STATES[kind]
-    num_weights = len(call.inputs) - 2 * (1 + num)
-    local = LocalCall(shard_grads, per_rank=True)
+    batch = _batch_dims(call)
+    num_weights = len(call.inputs) - 2 * len(batch)
+    inputs: list[int | Placement] = [*batch, *batch, *[REPLICATE] * num_weights]
+    outputs: list[int | Placement] = [*batch, *[SUM] * num_weights]
     yield call.replicated()
-    places = _batch_places(0, batch_first, num) + _batch_places(1 + num, batch_first, num)
-    for sizes in call.splits(places):
-        sharded = _sharded(sizes, batch_first, num)
-        weights = [REPLICATE] * num_weights
-        yield Choice((*sharded, *sharded, *weights), (*sharded, *[SUM] * num_weights), local)
+    yield from sharded_together(call, inputs, outputs, LocalCall(shard_grads, per_rank=True))
     for reduce_op in ("sum", "avg"):
         term = Partial(reduce_op)
-        others = [REPLICATE] * (len(call.inputs) - 1 - num)
-        yield Choice((*[term] * (1 + num), *others), (term,) * len(call.outputs))
+        others = [REPLICATE] * (len(call.inputs) - len(batch))
+        yield Choice((*[term] * len(batch), *others), (term,) * len(call.outputs))
 
 
-def _batch_places(first: int, batch_first: bool, num: int) -> list[tuple[int, int]]:
-    return [(first, 0 if batch_first else 1), *((first + 1 + i, 1) for i in range(num))]
+def _batch_dims(call: Call) -> list[int]:
+    """The dim of the batch in the steps and in each state."""
+    kind, batch_first = call.args[0], call.args[3]
+    return [0 if batch_first else 1, *[1] * NUM_STATES[kind]]
 
 
 def shard_grads(coordinate: Any, layouts: Sequence[Any], *args: Any) -> tuple[Any, ...]:
