@@ -20,14 +20,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from shardwise.core.placements import REPLICATE, Partial, Placement, Shard
 from shardwise.core.sizes import Size
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +193,8 @@ class Call:
                     found[placement.sizes] = None
         return list(found)
 
-    def asked(self, outputs: Sequence[_T]) -> tuple[_T, ...]:
-        """Of values for all possible outputs, those for the ones that `output_mask` asks for."""
+    def asked(self, outputs: Sequence[int | Placement]) -> tuple[Any, ...]:
+        """Of the placements of all possible outputs, those that `output_mask` asks for."""
         return tuple(itertools.compress(outputs, self.argument("output_mask")))
 
     def replicated(self) -> Choice:

@@ -416,9 +416,8 @@ def layer_norm_grad_choices(call: Call) -> Iterator[Choice]:
     others = (REPLICATE,) * (len(call.inputs) - 1 - num_grads)
     yield call.replicated()
     for dim in range(_num_batch_dims(call)):
-        grads: list[int | Placement] = [dim, *[SUM] * (num_grads - 1)]
-        inputs = (*[dim] * (1 + num_grads), *others)
-        yield from sharded_together(call, inputs, call.asked(grads))
+        grads = call.asked((dim, *[SUM] * (num_grads - 1)))
+        yield from sharded_together(call, (*[dim] * (1 + num_grads), *others), grads)
 
 
 # -- group norm ------------------------------------------------------------------------------
