@@ -103,6 +103,56 @@ def test_bad_rules_say_what_is_wrong():
         register_rule(OP, 3)
 
 
+def test_an_option_that_names_nothing_is_refused():
+    """It would be ignored, and the rule give wrong numbers."""
+    with pytest.raises(shardwise.LayoutError, match=r"m='weight' names no letter"):
+        register_rule(OP, "... [n], [n] -> ... [n]", m="weight")
+    with pytest.raises(shardwise.LayoutError, match=r"\(1, 2\) names operands.*0 to 1"):
+        register_rule(OP, "... [n], [n] -> ... [n]", linear=[(1, 2)])
+    with pytest.raises(shardwise.LayoutError, match=r"\(-1,\) names operands"):
+        register_rule(OP, "... [n], [n] -> ... [n]", added=(-1,))
+    with pytest.raises(shardwise.LayoutError, match=r"'mean'.*is not a reduction"):
+        register_rule(OP, "... [n], [n] -> ... [n]", reduce_op="mean")
+
+
+def test_a_letter_stands_for_one_dim_of_an_operand():
+    """A shard of a matrix has no shard of its diagonal."""
+    with pytest.raises(shardwise.LayoutError, match=r"'n n' in .* has a letter twice"):
+        register_rule(OP, "n n, n -> n")
+
+
+@pytest.mark.parametrize("torchs_form", [False, True])
+def test_dims_of_a_function_may_count_from_the_end(mesh, torchs_form):
+    shards = (Shard(-2), Replicate()), (Shard(-2),)
+    if torchs_form:
+        shardwise.register_sharding(OP)(lambda x, weight: [(shards[1], shards[0])])
+    else:
+        register_rule(OP, lambda call: [Choice(*shards)])
+    x, weight = torch.randn(6, 5), torch.randn(5)
+    found = rows(
+        distribute_tensor(x, mesh, [Shard(1)]), distribute_tensor(weight, mesh, [Replicate()])
+    )
+    assert found.placements == (Shard(0),)
+    torch.testing.assert_close(whole(found), rows(x, weight))
+
+
+@pytest.mark.parametrize(
+    ("choice", "error"),
+    [
+        (Choice((Shard(2), Replicate()), (Shard(0),)), r"Shard\(2\) of .*rows.* is out of range"),
+        (Choice(("S(0)", Replicate()), (Shard(0),)), r"Placements are.*found 'S\(0\)'"),
+        (Choice((Shard(0),), (Shard(0),)), "1 placements for 2 tensor arguments"),
+        ((Shard(0), Replicate()), "has to yield Choices"),
+    ],
+)
+def test_a_choice_that_does_not_fit_the_call(mesh, choice, error):
+    register_rule(OP, lambda call: [choice])
+    x = distribute_tensor(torch.randn(6, 5), mesh, [Shard(0)])
+    weight = distribute_tensor(torch.randn(5), mesh, [Replicate()])
+    with pytest.raises(shardwise.ShardwiseError, match=error):
+        rows(x, weight)
+
+
 def test_register_sharding(mesh):
     seen = []
 

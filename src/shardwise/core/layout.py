@@ -252,13 +252,7 @@ def normalize(
     if isinstance(placements, Placement):
         placements = (placements,)
     given = tuple(placements)
-    for placement in given:
-        if not isinstance(placement, Placement):
-            kind = type(placement)
-            raise ArgumentError(
-                f"Placements are shardwise's Shard, Replicate or Partial, found {placement!r} of "
-                f"{kind.__module__}.{kind.__qualname__}."
-            )
+    check_kinds(given)
     if len(given) != grid.num_axes:
         raise LayoutError(
             f"{len(given)} placements {short(given)} were given for a mesh of {grid.num_axes} "
@@ -267,7 +261,10 @@ def normalize(
     if order is not None and sorted(order) != list(range(grid.num_axes)):
         raise LayoutError(f"order={order} must name each of the {grid.num_axes} axes once.")
     check_partials(given)
-    in_range = tuple(_with_dim_from_zero(p, axis, shape, grid) for axis, p in enumerate(given))
+    in_range = tuple(
+        with_dim_from_zero(p, shape, f" on axis {grid.axis_name(axis)!r}")
+        for axis, p in enumerate(given)
+    )
     axes = canonical_order(in_range, order)
     outermost = {p.dim: axis for axis in reversed(axes) if isinstance(p := in_range[axis], Shard)}
     checked = tuple(
@@ -322,16 +319,24 @@ def partials_commute(placements: Sequence[Placement]) -> bool:
     return len(norms) < 2 and (len(ops) < 2 or ops == {"sum", "avg"})
 
 
-def _with_dim_from_zero(
-    placement: Placement, axis: int, shape: Sequence[Size], grid: Grid
-) -> Placement:
+def check_kinds(placements: Sequence[Any]) -> None:
+    for placement in placements:
+        if not isinstance(placement, Placement):
+            kind = type(placement)
+            raise ArgumentError(
+                f"Placements are shardwise's Shard, Replicate or Partial, found {placement!r} of "
+                f"{kind.__module__}.{kind.__qualname__}."
+            )
+
+
+def with_dim_from_zero(placement: Placement, shape: Sequence[Size], where: str) -> Placement:
+    """The placement without a negative dim; raises, with `where`, for one that is out of range."""
     if not isinstance(placement, Shard):
         return placement
     ndim, dim = len(shape), placement.dim
     if not -ndim <= dim < ndim:
         raise LayoutError(
-            f"Shard({dim}) on axis {grid.axis_name(axis)!r} is out of range for a tensor of shape "
-            f"{tuple(shape)}: it has "
+            f"Shard({dim}){where} is out of range for a tensor of shape {tuple(shape)}: it has "
             + (f"{ndim} dims, {-ndim} to {ndim - 1}." if ndim else "no dims; use Replicate().")
         )
     return placement if dim >= 0 else Shard(dim + ndim, placement.sizes)

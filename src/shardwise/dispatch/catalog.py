@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardwise._torch.dispatch import OpOverload, OpOverloadPacket
-from shardwise.core.layout import Layout
+from shardwise._torch.functions import tree_leaves
+from shardwise.core.layout import Layout, check_kinds, with_dim_from_zero
 from shardwise.core.placements import Placement
 from shardwise.dispatch.rule import Call, Choice, Group, Pattern, Rule, Table, TensorMeta, parse
 from shardwise.dispatch.rule import rule as parse_rule
@@ -147,12 +149,42 @@ def register_rule(
             raise LayoutError(f"The rule of {found} cannot be read: {error}.") from error
         _check_names(found, bound)
     elif callable(rule):
-        made = Rule(rule, getattr(rule, "__name__", "a function"), by_value=True)
+        made = _rule_of(rule)
     else:
         raise ArgumentError(
             f"The rule of {found} is a line of the notation or a function, found {rule!r}."
         )
     _add(found, made)
+
+
+def _rule_of(choices: Choices) -> Rule:
+    def checked(call: Call) -> Iterator[Choice]:
+        return (_checked(call, choice) for choice in choices(call))
+
+    return Rule(checked, getattr(choices, "__name__", "a function"), by_value=True)
+
+
+def _checked(call: Call, choice: Choice) -> Choice:
+    """The choice with dims counted from 0; raises where it does not fit the call's tensors."""
+    if not isinstance(choice, Choice):
+        raise ArgumentError(f"The rule of {call.op} has to yield Choices, found {choice!r}.")
+    found = []
+    for what, placements, metas in (
+        ("tensor arguments", choice.inputs, call.inputs),
+        ("outputs", choice.outputs, call.outputs),
+    ):
+        if len(placements) != len(metas):
+            raise LayoutError(
+                f"A sharding of {call.op} gives {len(placements)} placements for {len(metas)} "
+                f"{what}: found {choice.outputs!r} for the outputs, {choice.inputs!r} for the "
+                "arguments."
+            )
+        check_kinds(placements)
+        pairs = zip(placements, metas, strict=True)
+        found.append(
+            tuple(with_dim_from_zero(p, meta.shape, f" of {call.op}") for p, meta in pairs)
+        )
+    return replace(choice, inputs=found[0], outputs=found[1])
 
 
 def _add(op: Any, rule: Rule) -> None:
@@ -221,10 +253,10 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Shardings]], Callable[
             args = [_described(arg) for arg in call.args]
             kwargs = {name: _described(value) for name, value in call.kwargs.items()}
             for outputs, inputs in shardings(*args, **kwargs):
-                yield _checked(call, outputs, inputs)
+                yield Choice(_flat(inputs), _flat(outputs))
 
         for each in ops:
-            _add(each, Rule(choices, shardings.__name__, by_value=True))
+            _add(each, _rule_of(functools.wraps(shardings)(choices)))
         return shardings
 
     return register
@@ -240,29 +272,9 @@ def _described(arg: Any) -> Any:
     return arg
 
 
-def _checked(
-    call: Call, outputs: Sequence[Placement | None], inputs: Sequence[Placement | None]
-) -> Choice:
-    given_outputs = tuple(p for p in _flat(outputs) if p is not None)
-    given_inputs = tuple(p for p in _flat(inputs) if p is not None)
-    for what, given, metas in (
-        ("outputs", given_outputs, call.outputs),
-        ("tensor arguments", given_inputs, call.inputs),
-    ):
-        if len(given) != len(metas):
-            raise LayoutError(
-                f"A sharding of {call.op} gives {len(given)} placements for {len(metas)} {what}: "
-                f"found {list(outputs)!r}, {list(inputs)!r}."
-            )
-    return Choice(given_inputs, given_outputs)
-
-
-def _flat(placements: Any) -> Iterator[Any]:
-    if isinstance(placements, (list, tuple)):
-        for each in placements:
-            yield from _flat(each)
-    else:
-        yield placements
+def _flat(placements: Any) -> tuple[Any, ...]:
+    """The placements, also those in lists, without None."""
+    return tuple(p for p in tree_leaves(placements) if p is not None)
 
 
 # -- schema --------------------------------------------------------------------------------------

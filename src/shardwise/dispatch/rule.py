@@ -59,29 +59,8 @@ class LocalCall:
 
 
 @dataclass(frozen=True, slots=True)
-class EmptySafe:
-    """An op whose kernel fails on empty shards: there the results are zeros."""
-
-    op: Any
-
-    def __call__(self, coordinate: Any, layouts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        given = [a for a in args if isinstance(a, torch.Tensor)]
-        if all(a.numel() for a in given):
-            return self.op(*args, **kwargs)
-        results = tuple(
-            given[0].new_zeros(layout.local_shape(coordinate), dtype=layout.dtype)
-            for layout in layouts[len(given) :]
-        )
-        return results[0] if len(results) == 1 else results
-
-
-def empty_safe(op: Any) -> LocalCall:
-    return LocalCall(EmptySafe(op), per_rank=True)
-
-
-@dataclass(frozen=True, slots=True)
 class UnlessEmpty:
-    """The op on a rank's shards; zeros where the input or the output is empty.
+    """The op on a rank's shards; zeros where the input or the output is empty: kernels may fail.
 
     `shapes` has the positions of arguments that hold the shape of an output, and its number.
     """
@@ -107,6 +86,10 @@ class UnlessEmpty:
             asked = args[names.index("output_mask")]
             return tuple(next(remaining) if wanted else None for wanted in asked)
         return made[0] if len(made) == 1 else tuple(made)
+
+
+def unless_empty(op: Any, shapes: tuple[tuple[int, int], ...] = ()) -> LocalCall:
+    return LocalCall(UnlessEmpty(op, shapes), per_rank=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +264,13 @@ def _operands(side: str, text: str) -> tuple[tuple[str, ...], ...]:
             raise ValueError(f"{part.strip()!r} in {text!r} is not in the notation")
         if part.count(_BATCH) > 1:
             raise ValueError(f"{part.strip()!r} in {text!r} has {_BATCH} twice: a comma is missing")
-        result.append(tuple(t.strip("[]") for t in _TOKEN.findall(part)))
+        tokens = tuple(t.strip("[]") for t in _TOKEN.findall(part))
+        if len(set(tokens)) < len(tokens):
+            raise ValueError(
+                f"{part.strip()!r} in {text!r} has a letter twice: shards of one dim have no part "
+                "of the other"
+            )
+        result.append(tokens)
     return tuple(result)
 
 
@@ -295,11 +284,32 @@ def rule(
 ) -> tuple[tuple[Any, ...], Rule]:
     """An entry of a table: `ops` behave like the pattern. `bound` maps letters to arguments."""
     pattern = parse(like)
+    _check_options(pattern, like, (*linear, added), reduce_op, bound)
 
     def choices(call: Call) -> Iterator[Choice]:
         yield from pattern_choices(pattern, call, linear, added, reduce_op, bound)
 
     return ops, Rule(choices, like)
+
+
+def _check_options(
+    pattern: Pattern,
+    text: str,
+    groups: Iterable[Group],
+    reduce_op: str | None,
+    bound: Mapping[str, str],
+) -> None:
+    """Raise where an option names nothing: it would be ignored, and the rule be another one."""
+    letters = {letter for operand in (*pattern.inputs, *pattern.outputs) for letter in operand}
+    for letter, name in bound.items():
+        if letter not in letters:
+            raise ValueError(f"{letter}={name!r} names no letter of {text!r}")
+    num = len(pattern.inputs)
+    for group in groups:
+        if not all(0 <= number < num for number in group):
+            raise ValueError(f"{group} names operands of {text!r}, which has 0 to {num - 1}")
+    if reduce_op is not None:
+        Partial(reduce_op)  # raises where it is not a reduction
 
 
 def pattern_choices(

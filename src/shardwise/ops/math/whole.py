@@ -23,12 +23,12 @@ from shardwise.dispatch.rule import (
     Table,
     TensorMeta,
     averages_too,
-    empty_safe,
     linear_choices,
     merge,
     rule,
     sharded_together,
     table,
+    unless_empty,
 )
 from shardwise.ops.math.reduce import reduced_dims
 
@@ -61,7 +61,7 @@ def whole(
 
     def choices(call: Call) -> Iterator[Choice]:
         needed = dims(call)
-        local = empty_safe(call.op) if fails_on_empty else None
+        local = unless_empty(call.op) if fails_on_empty else None
         yield call.replicated()
         for dim in range(call.inputs[0].ndim):
             if dim not in needed:
@@ -167,7 +167,7 @@ def batched(
     """
 
     def choices(call: Call) -> Iterator[Choice]:
-        local = empty_safe(call.op) if fails_on_empty else None
+        local = unless_empty(call.op) if fails_on_empty else None
         for choice in batch_choices(call, *(cores(call) if cores else (inputs, outputs))):
             yield replace(choice, local=local) if choice.outputs[0].is_shard() else choice
         yield from linear_choices(call, linear)

@@ -20,7 +20,7 @@ from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.core.sizes import equal, lengths
 from shardwise.core.untraced import UntracedFunction
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, UnlessEmpty, table
+from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table, unless_empty
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import RedistributionError
 from shardwise.ops.nn.context_attention import AxisGroup, ContextAttention, choose
@@ -101,7 +101,7 @@ class Attention:
         if grouped:
             return
         if self.guarded:
-            yield replace(choice, local=LocalCall(UnlessEmpty(call.op), per_rank=True))
+            yield replace(choice, local=unless_empty(call.op))
         elif type(whole) is int and all(lengths(whole, call.axis_size, sizes)):
             yield replace(choice, alone=((query, dim),))
 

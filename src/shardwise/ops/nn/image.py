@@ -23,11 +23,11 @@ from shardwise.dispatch.rule import (
     LocalCall,
     Rule,
     Table,
-    UnlessEmpty,
     linear_choices,
     rule,
     sharded_together,
     table,
+    unless_empty,
 )
 from shardwise.ops.math.whole import batched
 
@@ -47,7 +47,7 @@ def planes(
     def choices(call: Call) -> Iterator[Choice]:
         yield call.replicated()
         front = call.inputs[0].ndim - dims
-        local = LocalCall(UnlessEmpty(call.op, _positions(call.op, shapes)), per_rank=True)
+        local = unless_empty(call.op, _positions(call.op, shapes))
         for dim in range(front):
             inputs, outputs = [dim] * len(call.inputs), [dim] * len(call.outputs)
             yield from sharded_together(call, inputs, outputs, local)
@@ -72,7 +72,7 @@ def _positions(op: Any, shapes: Mapping[str, int] | None) -> tuple[tuple[int, in
 def grid_sample_choices(call: Call) -> Iterator[Choice]:
     """Planes (n, c, *in) and positions (n, *out, k) -> (n, c, *out)."""
     yield call.replicated()
-    local = LocalCall(UnlessEmpty(call.op), per_rank=True)
+    local = unless_empty(call.op)
     yield from sharded_together(call, (0, 0), (0,), local)
     yield from sharded_together(call, (1, REPLICATE), (1,), local)
     for dim in range(1, call.inputs[1].ndim - 1):
@@ -84,7 +84,7 @@ def grid_sample_grad_choices(call: Call) -> Iterator[Choice]:
     """The gradient, planes and positions -> the gradients of planes and positions."""
     # The gradient of the positions is always returned.
     first = 0 if call.argument("output_mask")[0] else 1
-    local = LocalCall(UnlessEmpty(call.op), per_rank=True)
+    local = unless_empty(call.op)
     yield call.replicated()
     yield from sharded_together(call, (0, 0, 0), (0, 0)[first:], local)
     yield from sharded_together(call, (1, 1, REPLICATE), (1, SUM)[first:], local)
@@ -100,7 +100,7 @@ def grid_sample_grad_choices(call: Call) -> Iterator[Choice]:
 def fractional_pool_choices(call: Call) -> Iterator[Choice]:
     """Planes and the random numbers of each plane: batch and channels may be sharded."""
     yield call.replicated()
-    local = LocalCall(UnlessEmpty(call.op), per_rank=True)
+    local = unless_empty(call.op)
     dims = len(call.argument("kernel_size"))
     batched = call.inputs[0].ndim == dims + 2
     for dim in (0, 1) if batched else (0,):
@@ -116,7 +116,7 @@ def columns_choices(call: Call) -> Iterator[Choice]:
     """`im2col`: each channel becomes consecutive rows of the result; `col2im` is the inverse."""
     yield call.replicated()
     batched = call.outputs[0].ndim == (3 if call.op is aten.im2col.default else 4)
-    local = LocalCall(UnlessEmpty(call.op), per_rank=True)
+    local = unless_empty(call.op)
     if batched:
         yield from sharded_together(call, (0,), (0,), local)
     at = 1 if batched else 0
@@ -133,7 +133,7 @@ def columns_choices(call: Call) -> Iterator[Choice]:
 def shuffle_choices(call: Call) -> Iterator[Choice]:
     """Dims in front of channels and planes do not change."""
     yield call.replicated()
-    local = LocalCall(UnlessEmpty(call.op), per_rank=True)
+    local = unless_empty(call.op)
     channels = call.inputs[0].ndim - 3
     for dim in range(channels):
         yield from sharded_together(call, (dim,), (dim,), local)

@@ -24,11 +24,11 @@ from shardwise.dispatch.rule import (
     LocalCall,
     Rule,
     Table,
-    empty_safe,
     linear_choices,
     rule,
     sharded_together,
     table,
+    unless_empty,
 )
 from shardwise.dtensor.operands import class_losses
 from shardwise.dtensor.tensor import run
@@ -272,7 +272,7 @@ class OverAll:
 def _margin_local(call: Call) -> LocalCall:
     names = [a.name for a in call.op._schema.arguments]
     if call.argument("reduction") != _MEAN:
-        return empty_safe(call.op)
+        return unless_empty(call.op)
     samples = next(m for m in call.inputs if m.ndim == 2).shape[0]
     return LocalCall(OverAll(call.op, names.index("reduction"), samples), per_rank=True)
 

@@ -22,9 +22,9 @@ from shardwise.dispatch.rule import (
     LocalCall,
     Rule,
     Table,
-    UnlessEmpty,
     sharded_together,
     table,
+    unless_empty,
 )
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
@@ -76,7 +76,7 @@ def recurrent_choices(call: Call) -> Iterator[Choice]:
     batch = _batch_dims(call)
     weights = [REPLICATE] * (len(call.inputs) - len(batch))
     yield call.replicated()
-    local = LocalCall(UnlessEmpty(recurrent), per_rank=True)
+    local = unless_empty(recurrent)
     yield from sharded_together(call, (*batch, *weights), batch, local)
 
 

@@ -24,10 +24,10 @@ from shardwise.dispatch.rule import (
     Rule,
     Table,
     averages_too,
-    empty_safe,
     linear_choices,
     sharded_together,
     table,
+    unless_empty,
 )
 from shardwise.dtensor.snapshots import resolve_conj, resolve_neg
 from shardwise.errors import LayoutError
@@ -445,12 +445,12 @@ def _computed(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Call], It
 # An empty shard may begin at an odd place in another tensor: it gets memory of its own.
 def _pair_choices(call: Call) -> Iterator[Choice]:
     but_last = all_but(call, call.inputs[0].ndim - 1)
-    yield from link_choices(call, but_last, empty_safe(call.op))
+    yield from link_choices(call, but_last, unless_empty(call.op))
 
 
 def _bits_choices(call: Call) -> Iterator[Choice]:
     """The same bits as another dtype: a shard of the last dim must hold whole entries."""
-    before, after, local = call.inputs[0], call.outputs[0], empty_safe(call.op)
+    before, after, local = call.inputs[0], call.outputs[0], unless_empty(call.op)
     yield replace(call.replicated(), local=local)
     for dim in range(before.ndim):
         for sizes in call.splits([(0, dim)]):
