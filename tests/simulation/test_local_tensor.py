@@ -7,7 +7,14 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import LocalTensor, RankMismatchError, simulate
+from shardwise import (
+    ArgumentError,
+    LayoutError,
+    LeafError,
+    LocalTensor,
+    RankMismatchError,
+    simulate,
+)
 
 pytestmark = pytest.mark.usefixtures("mesh")
 
@@ -32,8 +39,26 @@ def test_some_ranks():
     x = LocalTensor.per_rank(lambda rank: torch.tensor(rank * 10), ranks=[1, 3])
     assert x.ranks == (1, 3)
     assert x.on_rank(3).item() == 30
-    with pytest.raises((KeyError, ValueError, RuntimeError)):
+    with pytest.raises(LayoutError, match=r"Rank 0 holds nothing.*on ranks 1, 3"):
         x.on_rank(0)
+
+
+@pytest.mark.parametrize("ranks", [[], [4], [-1], [1, 1]], ids=str)
+def test_ranks_that_the_world_does_not_have(ranks):
+    with pytest.raises(ArgumentError, match="ranks 0 to 3 at most once"):
+        LocalTensor.per_rank(lambda rank: torch.ones(2), ranks)
+
+
+def test_each_rank_gives_a_tensor_of_one_dtype():
+    with pytest.raises(ArgumentError, match=r"fn\(0\) is not a tensor, found 0"):
+        LocalTensor.per_rank(lambda rank: rank)
+    with pytest.raises(RankMismatchError, match=r"rank 0 is torch\.float32, that of rank 1"):
+        LocalTensor.per_rank(lambda rank: torch.ones(2).to(torch.int64 if rank else torch.float32))
+
+
+def test_a_number_has_no_length():
+    with pytest.raises(TypeError, match="0-d"):
+        len(ranked(1.0, 2.0, 3.0, 4.0))
 
 
 def test_tensors_of_other_ranks_do_not_mix():
@@ -266,6 +291,21 @@ def test_a_deep_copy_is_apart():
         twin.zero_()
     assert per_rank(x) == [[1], [2], [3], [4]]
     assert per_rank(twin) == [[0]] * 4
+
+
+def test_a_deep_copy_is_what_torch_copies():
+    """A parameter stays one, its gradient and its attributes come along; a result is refused."""
+    x = torch.nn.Parameter(ranked([1.0], [2.0], [3.0], [4.0]))
+    (x * 2).sum().backward()
+    x.label = ["a"]
+    twin = copy.deepcopy(x)
+    assert isinstance(twin, torch.nn.Parameter)
+    assert per_rank(twin.grad) == [[2]] * 4
+    assert twin.grad is not x.grad
+    assert twin.label == ["a"]
+    assert twin.label is not x.label
+    with pytest.raises(LeafError, match="detach"):
+        copy.deepcopy(x * 2)
 
 
 @pytest.mark.parametrize("sizes", [(3, 0), (1, 4)], ids=str)

@@ -191,3 +191,14 @@ def test_a_mesh_of_some_ranks_in_any_order(ranks):
         assert x.to_local().on_rank(ranks[0])[0] == 0
         assert x.to_local().on_rank(ranks[-1])[-1] == 5
         assert x.full_tensor().agreed().tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_chunks_of_a_collective_are_equal():
+    with simulate(4):
+        empty = torch.ones(0)
+        dist.all_to_all_single(empty, torch.ones(0))
+        with pytest.raises(shardwise.LayoutError, match="5 is not a multiple of 4"):
+            dist.all_to_all_single(torch.zeros(5), torch.zeros(5))
+        with pytest.raises(shardwise.LayoutError, match="5 is not a multiple of 4"):
+            dist.reduce_scatter_tensor(torch.zeros(1), torch.zeros(5))

@@ -22,7 +22,7 @@ from shardwise._torch.c10d import inherit_timeout
 from shardwise.core.mesh import Grid
 from shardwise.core.sizes import lengths
 from shardwise.core.world import World, current_world
-from shardwise.errors import RankMismatchError, UnsupportedError, WorldError
+from shardwise.errors import LayoutError, RankMismatchError, UnsupportedError, WorldError
 from shardwise.simulation.local_tensor import (
     LocalTensor,
     collective_handlers,
@@ -79,7 +79,48 @@ def reduce_parts(parts: Sequence[torch.Tensor], reduce_op: str) -> torch.Tensor:
     return reduced.clone() if len(parts) == 1 else reduced
 
 
-def run_groups(x: LocalTensor, group: Any, exchange: Exchange) -> LocalTensor:
+def reduced(reduce_op: str) -> Exchange:
+    return lambda parts: [reduce_parts(parts, reduce_op)] * len(parts)
+
+
+def scattered(reduce_op: str) -> Exchange:
+    def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        whole, num = reduce_parts(parts, reduce_op), len(parts)
+        return whole.split([_chunk_size(whole, num)] * num)
+
+    return exchange
+
+
+def gathered(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [torch.cat(list(parts))] * len(parts)
+
+
+def copied_from(source: int) -> Exchange:
+    return lambda parts: [parts[source].clone()] * len(parts)
+
+
+def transposed(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """What each rank receives in an all-to-all of equal chunks."""
+    num, size = len(parts), _chunk_size(parts[0], len(parts))
+    if is_plain(parts[0]):  # chunk by chunk, many ranks would take quadratic time
+        apart = torch.stack(list(parts)).unflatten(1, (num, size))
+        return [column.flatten(0, 1).contiguous() for column in apart.unbind(1)]
+    chunks = [part.split([size] * num) for part in parts]
+    return [torch.cat(column) for column in zip(*chunks, strict=True)]
+
+
+def _chunk_size(x: torch.Tensor, num: int) -> int:
+    """The size of each rank's chunk of dim 0."""
+    size = x.shape[0]
+    if type(size) is int and size % num:
+        raise LayoutError(
+            f"A collective of {num} ranks splits dim 0 of a tensor of shape {tuple(x.shape)} into "
+            f"equal chunks, but {size} is not a multiple of {num}. Pad the tensor."
+        )
+    return size // num
+
+
+def run_groups(x: LocalTensor, group: str, exchange: Exchange) -> LocalTensor:
     """Apply `exchange` to each group of ranks that runs the collective; `group` is rank 0's."""
     world = x._roster.world
     if world.faults is not None:
@@ -100,13 +141,11 @@ def run_groups(x: LocalTensor, group: Any, exchange: Exchange) -> LocalTensor:
     return from_ranks(world, x.ranks, [result[rank] for rank in x.ranks], x._sized)
 
 
-def _lines(world: World, group: Any) -> list[list[int]]:
-    name = group if isinstance(group, str) else group.group_name
-    known = world.lines
-    if name not in known:
-        process_group = c10d._resolve_process_group(name)
-        known[name] = parallel_groups(dist.get_process_group_ranks(process_group), world.size)
-    return known[name]
+def _lines(world: World, group: str) -> list[list[int]]:
+    if group not in world.lines:
+        ranks = dist.get_process_group_ranks(c10d._resolve_process_group(group))
+        world.lines[group] = parallel_groups(ranks, world.size)
+    return world.lines[group]
 
 
 def parallel_groups(ranks: list[int], world_size: int) -> list[list[int]]:
@@ -135,43 +174,34 @@ def parallel_groups(ranks: list[int], world_size: int) -> list[list[int]]:
 
 def _all_reduce(func: Any, args: Any, kwargs: Any) -> LocalTensor:
     x, reduce_op, group = args
-    return run_groups(x, group, lambda parts: [reduce_parts(parts, reduce_op)] * len(parts))
+    return run_groups(x, group, reduced(reduce_op))
 
 
 def _all_gather(func: Any, args: Any, kwargs: Any) -> LocalTensor:
     x, _, group = args
-    return run_groups(x, group, lambda parts: [torch.cat(list(parts))] * len(parts))
+    return run_groups(x, group, gathered)
 
 
 def _reduce_scatter(func: Any, args: Any, kwargs: Any) -> LocalTensor:
     x, reduce_op, _, group = args
-
-    def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        whole = reduce_parts(parts, reduce_op)
-        return whole.split([whole.shape[0] // len(parts)] * len(parts))
-
-    return run_groups(x, group, exchange)
+    return run_groups(x, group, scattered(reduce_op))
 
 
 def _all_to_all(func: Any, args: Any, kwargs: Any) -> LocalTensor:
     x, output_splits, input_splits, group = args
     if any(rank_values_of(split) is not None for split in (*input_splits, *output_splits)):
         return _uneven_all_to_all(x, input_splits, group)
+    check_equal_splits(input_splits, output_splits)
+    return run_groups(x, group, transposed)
+
+
+def check_equal_splits(input_splits: Sequence[int], output_splits: Sequence[int]) -> None:
     if len({*output_splits, *input_splits}) > 1:
         raise UnsupportedError(
             f"all_to_all_single with splits {list(input_splits)} and {list(output_splits)}: these "
             "are one rank's, and a simulated world cannot know the other ranks'. Use equal splits, "
             "or sizes of LocalTensors, which know every rank's."
         )
-
-    def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if is_plain(parts[0]):  # chunk by chunk, many ranks would take quadratic time
-            apart = torch.stack(list(parts)).unflatten(1, (len(parts), input_splits[0]))
-            return [column.flatten(0, 1).contiguous() for column in apart.unbind(1)]
-        chunks = [part.split(list(input_splits)) for part in parts]
-        return [torch.cat(column) for column in zip(*chunks, strict=True)]
-
-    return run_groups(x, group, exchange)
 
 
 def _uneven_all_to_all(x: LocalTensor, splits: Sequence[Any], group: Any) -> LocalTensor:
@@ -183,8 +213,7 @@ def _uneven_all_to_all(x: LocalTensor, splits: Sequence[Any], group: Any) -> Loc
         chunks = [x.on_rank(rank).split(_splits_of(splits, rank)) for rank in line]
         joined = map(torch.cat, zip(*chunks, strict=True))
         result.update(zip(line, joined, strict=True))
-    ranks = [rank for rank in x.ranks if rank in result]
-    return from_ranks(x._roster.world, x.ranks, [result[rank] for rank in ranks], x._sized)
+    return from_ranks(x._roster.world, x.ranks, [result[rank] for rank in x.ranks], x._sized)
 
 
 def _splits_of(splits: Sequence[Any], rank: int) -> list[int]:
@@ -195,7 +224,7 @@ def _splits_of(splits: Sequence[Any], rank: int) -> list[int]:
 
 def _broadcast(func: Any, args: Any, kwargs: Any) -> LocalTensor:
     x, source, group = args
-    return run_groups(x, group, lambda parts: [parts[source].clone()] * len(parts))
+    return run_groups(x, group, copied_from(source))
 
 
 def name_of_groups(grid: Grid, axis: int) -> str:

@@ -13,6 +13,7 @@ wrapper is past that point. So no tensor inside a LocalTensor or a DTensor has s
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +28,7 @@ from shardwise.core.encode import source_digest
 from shardwise.core.sizes import unrecorded
 from shardwise.core.untraced import untraced
 from shardwise.core.world import World, simulated_world, world_caches
-from shardwise.errors import RankMismatchError
+from shardwise.errors import ArgumentError, LeafError, RankMismatchError
 from shardwise.simulation.roster import (
     RankIntNode,
     Roster,
@@ -132,7 +133,21 @@ class LocalTensor(torch.Tensor):
         """The tensor that `fn(rank)` gives on each rank of the current simulated world."""
         world = simulated_world("LocalTensor.per_rank")
         every = tuple(range(world.size)) if ranks is None else tuple(ranks)
-        return from_ranks(world, every, [fn(rank) for rank in every], sized=True)
+        if not every or len(set(every)) < len(every) or not set(every) <= set(range(world.size)):
+            raise ArgumentError(
+                f"LocalTensor.per_rank(ranks={every}) takes each of the ranks 0 to "
+                f"{world.size - 1} at most once, and at least one of them."
+            )
+        tensors = [fn(rank) for rank in every]
+        for rank, tensor in zip(every, tensors, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                raise ArgumentError(f"per_rank(fn): fn({rank}) is not a tensor, found {tensor!r}.")
+            if tensor.dtype is not tensors[0].dtype:
+                raise RankMismatchError(
+                    f"per_rank(fn): the tensor of rank {every[0]} is {tensors[0].dtype}, that of "
+                    f"rank {rank} {tensor.dtype}. Give all of them one dtype."
+                )
+        return from_ranks(world, every, tensors, sized=True)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -191,6 +206,8 @@ class LocalTensor(torch.Tensor):
         return math.prod(self.shape)
 
     def __len__(self) -> int:
+        if not self.dim():
+            raise TypeError("len() of a 0-d tensor")
         return self.shape[0]
 
     def tolist(self) -> Any:
@@ -272,11 +289,19 @@ class LocalTensor(torch.Tensor):
         return LocalTensor([first[part] for part in range(roster.num_parts)], roster)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalTensor:
-        if id(self) not in memo:
-            copies = [p.detach().clone() for p in self._parts]
-            copied = LocalTensor(copies, self._roster, self._sized)
-            memo[id(self)] = copied.requires_grad_(self.requires_grad)
-        return memo[id(self)]
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise LeafError(
+                "Only leaf tensors can be deep-copied (as with torch.Tensor): detach() it first."
+            )
+        copies = [p.detach().clone() for p in self._parts]
+        copied = memo[id(self)] = LocalTensor(copies, self._roster, self._sized)
+        own = {k: v for k, v in self.__dict__.items() if k == "_is_param" or k[0] != "_"}
+        copied.__dict__.update(copy.deepcopy(own, memo))
+        copied.requires_grad_(self.requires_grad)
+        copied.grad = copy.deepcopy(self.grad, memo)
+        return copied
 
     # -- the op call -------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ import torch
 
 from shardwise.core.sizes import surely_equal
 from shardwise.core.world import World, simulated_world, world_caches
-from shardwise.errors import RankMismatchError, UnsupportedError, WorldError
+from shardwise.errors import LayoutError, RankMismatchError, UnsupportedError, WorldError
 
 # Ranks that hold one tensor share a part, so a replicated value is stored and written once. Rosters
 # are interned per world: tensors whose ranks share alike have the same roster.
@@ -48,7 +48,12 @@ class Roster:
         return [r for r, p in zip(self.ranks, self.index, strict=True) if p == part]
 
     def part_of(self, rank: int) -> int:
-        return self._parts[rank]
+        try:
+            return self._parts[rank]
+        except KeyError:
+            raise LayoutError(
+                f"Rank {rank} holds nothing of a LocalTensor that is on ranks {spans(self.ranks)}."
+            ) from None
 
 
 _interned: weakref.WeakValueDictionary[Any, Roster] = weakref.WeakValueDictionary()

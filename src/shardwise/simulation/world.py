@@ -30,9 +30,15 @@ from shardwise.errors import ArgumentError, CollectiveError, UnsupportedError
 from shardwise.simulation.collectives import (
     Exchange,
     as_local,
+    check_equal_splits,
+    copied_from,
+    gathered,
     listeners,
     reduce_parts,
+    reduced,
     run_groups,
+    scattered,
+    transposed,
     write,
 )
 from shardwise.simulation.local_tensor import LocalTensor, from_ranks
@@ -74,10 +80,7 @@ class SimulatedGroup(_Group):
         return FakeWork()
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        name = _reduce_op(opts)
-        return self._rewrite(
-            "allreduce_", tensors, lambda parts: [reduce_parts(parts, name)] * len(parts)
-        )
+        return self._rewrite("allreduce_", tensors, reduced(_reduce_op(opts)))
 
     allreduce_coalesced = allreduce
 
@@ -90,10 +93,7 @@ class SimulatedGroup(_Group):
         return self._rewrite("reduce_", tensors, exchange)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        root = opts.rootRank
-        return self._rewrite(
-            "broadcast_", tensors, lambda parts: [parts[root].clone()] * len(parts)
-        )
+        return self._rewrite("broadcast_", tensors, copied_from(opts.rootRank))
 
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, kind: str = "allgather_"
@@ -104,51 +104,27 @@ class SimulatedGroup(_Group):
         return FakeWork()
 
     def _allgather_base(self, output: Any, x: Any, opts: Any = None) -> Any:
-        gathered = self._run(
-            "_allgather_base_", as_local(x), lambda parts: [torch.cat(list(parts))] * len(parts)
-        )
-        write(output, gathered)
-        return FakeWork()
+        return self._write("_allgather_base_", output, as_local(x), gathered)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        name = _reduce_op(opts)
+        exchange = scattered(_reduce_op(opts))
         for target, tensors in zip(outputs, inputs, strict=True):
-            found = self._run(
-                "reduce_scatter_", _stacked(tensors), lambda p: reduce_parts(p, name).unbind(0)
-            )
-            write(target, found)
+            self._write("reduce_scatter_", target, _stacked(tensors), exchange)
         return FakeWork()
 
     def _reduce_scatter_base(self, output: Any, x: Any, opts: Any = None) -> Any:
-        name = _reduce_op(opts)
-        found = self._run(
-            "_reduce_scatter_base_", as_local(x), lambda p: reduce_parts(p, name).chunk(len(p))
-        )
-        write(output, found)
-        return FakeWork()
+        exchange = scattered(_reduce_op(opts))
+        return self._write("_reduce_scatter_base_", output, as_local(x), exchange)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            return [torch.stack([part[i] for part in parts]) for i in range(len(parts))]
-
-        _write_rows(outputs, self._run("alltoall_", _stacked(inputs), exchange))
+        _write_rows(outputs, self._run("alltoall_", _stacked(inputs), transposed))
         return FakeWork()
 
     def alltoall_base(
         self, output: Any, x: Any, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> Any:
-        if len({*output_splits, *input_splits}) > 1:
-            raise UnsupportedError(
-                f"all_to_all_single with splits {list(input_splits)} and {list(output_splits)}: "
-                "these are one rank's, and a simulated world cannot know the other ranks'."
-            )
-
-        def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            chunks = [part.chunk(len(parts)) for part in parts]
-            return [torch.cat(column) for column in zip(*chunks, strict=True)]
-
-        write(output, self._run("alltoall_base_", as_local(x), exchange))
-        return FakeWork()
+        check_equal_splits(input_splits, output_splits)
+        return self._write("alltoall_base_", output, as_local(x), transposed)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         # One list per rank here, where allgather takes one per tensor.
@@ -172,8 +148,7 @@ class SimulatedGroup(_Group):
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         self._check_root("scatter", "src", inputs, opts)
         for target, tensors in zip(outputs, inputs, strict=True):
-            found = self._run("scatter_", _stacked(tensors), lambda p: p[opts.rootRank].unbind(0))
-            write(target, found)
+            self._write("scatter_", target, _stacked(tensors), lambda p: p[opts.rootRank].unbind(0))
         return FakeWork()
 
     def _check_root(self, name: str, argument: str, lists: Any, opts: Any) -> None:
@@ -201,13 +176,17 @@ class SimulatedGroup(_Group):
 
     def _rewrite(self, kind: str, tensors: Any, exchange: Exchange) -> Any:
         for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
-            write(tensor, self._run(kind, as_local(tensor), exchange))
+            self._write(kind, tensor, as_local(tensor), exchange)
+        return FakeWork()
+
+    def _write(self, kind: str, target: Any, x: LocalTensor, exchange: Exchange) -> Any:
+        write(target, self._run(kind, x, exchange))
         return FakeWork()
 
     def _run(self, kind: str, x: LocalTensor, exchange: Exchange) -> LocalTensor:
         for listener in listeners:
             listener(kind, x, self._name)
-        return run_groups(x, self, exchange)
+        return run_groups(x, self._name, exchange)
 
 
 def _reduce_op(opts: Any) -> str:
