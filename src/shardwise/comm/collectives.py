@@ -32,7 +32,6 @@ from shardwise.simulation.collectives import (
     name_of_new_groups,
     simulated_scatter,
 )
-from shardwise.simulation.local_tensor import sized_copy
 from shardwise.simulation.ranks import (
     counts_per_rank,
     each_rank,
@@ -41,6 +40,7 @@ from shardwise.simulation.ranks import (
     one_part,
     per_rank,
     present,
+    sized_copy,
 )
 from shardwise.simulation.roster import spans
 

@@ -55,8 +55,8 @@ from shardwise.simulation.ranks import (
     is_per_rank,
     localize,
     no_values,
-    one_for_all,
     parts_of,
+    plain_if_equal,
     sized_copy,
     split_row,
 )
@@ -401,7 +401,7 @@ def _handed_out(x: Any, async_op: bool, plain: bool) -> torch.Tensor:
     """The local tensor of `x` for use outside of it; see ToLocal."""
     local = later(x._local) if async_op else lend(x)
     if plain:
-        return one_for_all(local, equal=all(p.is_replicate() for p in x.placements))
+        return plain_if_equal(local, equal=all(p.is_replicate() for p in x.placements))
     return local
 
 

@@ -34,9 +34,9 @@ from shardwise.simulation.ranks import (
     check_saved_world,
     is_per_rank,
     my_coordinate,
-    one_for_all,
     one_part,
     pack_parts,
+    plain_if_equal,
     rank_values,
     unpack_parts,
 )
@@ -370,7 +370,7 @@ def whole_values(x: Any, asked: str) -> torch.Tensor:
     if watch.strict and x._layout is not target:
         forbid_move(f"DTensor.{asked}", 0, find_steps(x._layout, target), target)
     with because(f"DTensor.{asked}", implicit=True):
-        return one_for_all(autograd.redistribute(x.detach(), target)._local)
+        return plain_if_equal(autograd.redistribute(x.detach(), target)._local)
 
 
 def as_numpy(x: Any, force: bool) -> Any:

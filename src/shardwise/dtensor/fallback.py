@@ -50,9 +50,9 @@ from shardwise.redistribute.steps import find_steps
 from shardwise.simulation.ranks import (
     from_parts,
     held_like,
-    one_for_all,
     one_part,
     parts_of,
+    plain_if_equal,
     roster_of,
 )
 from shardwise.simulation.roster import Roster
@@ -147,7 +147,7 @@ def _unscale(tensors: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.T
             remember(tensor, local, layout)
         whole.append(type(tensor)._wrap(local, layout))
     total: Any = torch.stack([(~torch.isfinite(tensor)).sum() for tensor in whole]).sum()
-    found_inf.masked_fill_(one_for_all(total.full_tensor()) > 0, 1.0)
+    found_inf.masked_fill_(plain_if_equal(total.full_tensor()) > 0, 1.0)
     for tensor in tensors:
         tensor.mul_(inv_scale)
     count_writes(tensors)
@@ -397,7 +397,7 @@ def _local_rows(
         loans[name] = _lend(op, position, name, tensor, next(iter(loans.values()), None))
     step = cells.get(_STEPS)
     if isinstance(step, Wrapped):
-        step = one_for_all(autograd.move(step, autograd.whole_layout(step._layout))._local)
+        step = plain_if_equal(autograd.move(step, autograd.whole_layout(step._layout))._local)
     num = len(next(iter(loans.values())).parts)
     for number in range(num):
         _share_strides(list(loans.values()), number)

@@ -38,7 +38,7 @@ from shardwise.dtensor.snapshots import take_over
 from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.lookup.ids import has_values
 from shardwise.random import compare_generators_once
-from shardwise.simulation.ranks import is_per_rank, one_for_all, parts_of
+from shardwise.simulation.ranks import is_per_rank, parts_of, plain_if_equal
 
 aten = torch.ops.aten
 
@@ -231,10 +231,10 @@ def _whole(numbers: Sequence[Any]) -> Callable[[Any], Any]:
     values: dict[int, torch.Tensor] = {}
     for members in alike.values():
         if len(members) == 1:
-            values[id(members[0])] = one_for_all(members[0].full_tensor())
+            values[id(members[0])] = plain_if_equal(members[0].full_tensor())
         else:
             stacked: Any = torch.stack(members)
-            plain = one_for_all(stacked.full_tensor())
+            plain = plain_if_equal(stacked.full_tensor())
             values.update(zip(map(id, members), plain.unbind(), strict=True))
     return lambda x: values.get(id(x), x)
 

@@ -33,7 +33,7 @@ from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.simulation.local_tensor import resolved
-from shardwise.simulation.ranks import is_per_rank, one_for_all, own_roster
+from shardwise.simulation.ranks import is_per_rank, plain_if_equal, plays_all
 
 __all__ = [
     "from_torch",
@@ -250,7 +250,7 @@ def _gather(theirs: Callable[..., Any], state: Any, **options: Any) -> Any:
         if not isinstance(x, DTensor):
             return x
         # One after the other: only what is kept is ever whole on a device.
-        full: Any = one_for_all(x.full_tensor())
+        full: Any = plain_if_equal(x.full_tensor())
         if not is_kept:
             return full.new_empty(0)
         return full.cpu() if options.get("cpu_offload") else full
@@ -299,7 +299,7 @@ def _broadcast(
     if ours is None:
         theirs(full, local, device, pg, strict, cpu_offload)
         return
-    is_alone = own_roster(ours._layout.grid) is not None  # one process has all ranks' values
+    is_alone = plays_all(ours._layout.grid)  # one process has all ranks' values
     sends = is_alone or dist.get_rank() == 0
     content: list[Any] = [{name: _described(x) for name, x in full.items()} if sends else None]
     if not is_alone:

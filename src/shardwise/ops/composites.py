@@ -26,7 +26,7 @@ from shardwise.dtensor.snapshots import SOURCE, add_source
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
 from shardwise.lookup.ids import has_values, id_range, sharded_axes, widened
-from shardwise.simulation.ranks import one_for_all
+from shardwise.simulation.ranks import plain_if_equal
 
 aten = torch.ops.aten
 
@@ -129,7 +129,7 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
     x = x.redistribute(placements=layout.placements, order=layout.order)
     if num_classes <= 0 or (has_values(x._local) and not x.is_cuda and not x.is_meta):
         found = widened(id_range(x._local, layout), layout.grid, sharded_axes(layout))
-        negative_low, high = one_for_all(found).tolist()
+        negative_low, high = plain_if_equal(found).tolist()
         if negative_low > 0 or (0 < num_classes <= high):
             raise RuntimeError(
                 "Class values must be non-negative and smaller than num_classes; they run from "

@@ -34,7 +34,7 @@ from shardwise.dtensor.tensor import DTensor, run
 from shardwise.lookup.ids import has_values
 from shardwise.ops.math.pointwise import elementwise
 from shardwise.random import Draw, assembled, draw_of, draw_parts, model_of, new_parts, sliced
-from shardwise.simulation.ranks import once_for_all, rank_values
+from shardwise.simulation.ranks import localize, one_part, rank_values
 
 aten = torch.ops.aten
 
@@ -234,7 +234,7 @@ class OnceForAll:
     op: Any
 
     def __call__(self, layouts: Sequence[Layout], *args: Any, **options: Any) -> Any:
-        return once_for_all(layouts[0].grid, self.op, *args, **options)
+        return localize(layouts[0].grid, self.op(*map(one_part, args), **options))
 
 
 def rrelu_slopes(

@@ -32,7 +32,7 @@ from shardwise.core.placements import NormPartial, Partial, Shard
 from shardwise.core.sizes import Size, lengths, overlaps, shard_range, splits_evenly
 from shardwise.errors import CollectiveError, LayoutError
 from shardwise.redistribute.steps import Step, local_bytes, longest
-from shardwise.simulation.ranks import counts_per_rank, each_rank, own_roster, rank_call
+from shardwise.simulation.ranks import counts_per_rank, each_rank, plays_all, rank_call
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _FLOATS = {integer: floating for floating, integer in _INTEGERS.items()}
@@ -348,7 +348,7 @@ def _to_partial(step: Step) -> Move:
     partial = step.target.placements[step.axis]
     neutral = _NEUTRAL.get(_reduce_op(step.target, step.axis))
     if neutral is None or (isinstance(partial, NormPartial) and partial.norm_type == math.inf):
-        if own_roster(step.source.grid) is None:
+        if not plays_all(step.source.grid):
             return Move(lambda x: x)
         neutral = torch.clone
 

@@ -29,7 +29,7 @@ from shardwise.shard.spec import (
     shard_whole,
     shards_of,
 )
-from shardwise.simulation.ranks import from_parts, localize, one_for_all, parts_of, sized
+from shardwise.simulation.ranks import from_parts, localize, parts_of, plain_if_equal, sized
 
 if TYPE_CHECKING:
     from shardwise.shard.tensor import ShardedTensor
@@ -45,7 +45,7 @@ def dispatch(
     leaves, spec = tree_flatten((args, kwargs))
     if func is aten.copy_.default:
         if not isinstance(args[0], DTensor):
-            return args[0].copy_(one_for_all(args[1].full_tensor()))
+            return args[0].copy_(plain_if_equal(args[1].full_tensor()))
         if isinstance(args[0], kind):
             leaves[1] = _held_like(args[0], args[1], kind)
     first = next(leaf for leaf in leaves if isinstance(leaf, kind))
@@ -141,7 +141,7 @@ def _held_like(target: ShardedTensor, source: Any, kind: type[ShardedTensor]) ->
     if isinstance(source, DTensor):
         if tiling.natural and source._layout.grid is tiling.grid:
             return source
-        source = one_for_all(source.full_tensor())
+        source = plain_if_equal(source.full_tensor())
     return type(target).over(shard_whole(source, tiling), tiling)
 
 

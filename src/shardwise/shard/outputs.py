@@ -65,9 +65,9 @@ from shardwise.simulation.ranks import (
     each_rank,
     is_per_rank,
     localize,
-    one_for_all,
     one_tensor,
     part_per_rank,
+    plain_if_equal,
     sized,
 )
 
@@ -159,7 +159,7 @@ class Join(UntracedFunction):
     @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: Any) -> Any:
         own = local_gradient(grad, ctx.tiling, ctx.factor)
-        return one_for_all(own) if ctx.plain else sized(own), None, None
+        return plain_if_equal(own) if ctx.plain else sized(own), None, None
 
 
 def local_gradient(grad: Any, tiling: Tiling, factor: int) -> torch.Tensor:

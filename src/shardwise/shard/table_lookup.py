@@ -49,9 +49,9 @@ from shardwise.shard.tensor import ShardedTensor
 from shardwise.simulation.ranks import (
     each_rank,
     is_per_rank,
-    one_for_all,
     one_tensor,
     part_per_rank,
+    plain_if_equal,
     sized,
 )
 
@@ -273,7 +273,7 @@ def like(grad: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor | No
     """A gradient per rank, or one for all if `x` is one tensor."""
     if grad is None or x is None:
         return None
-    return sized(grad) if is_per_rank(x) else one_for_all(sized(grad))
+    return sized(grad) if is_per_rank(x) else plain_if_equal(sized(grad))
 
 
 def _put_back(ctx: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -142,11 +142,6 @@ class LocalTensor(torch.Tensor):
         for rank, tensor in zip(every, tensors, strict=True):
             if not isinstance(tensor, torch.Tensor):
                 raise ArgumentError(f"per_rank(fn): fn({rank}) is not a tensor, found {tensor!r}.")
-            if tensor.dtype is not tensors[0].dtype:
-                raise RankMismatchError(
-                    f"per_rank(fn): the tensor of rank {every[0]} is {tensors[0].dtype}, that of "
-                    f"rank {rank} {tensor.dtype}. Give all of them one dtype."
-                )
         return from_ranks(world, every, tensors, sized=True)
 
     @property
@@ -559,13 +554,6 @@ def resolved(x: torch.Tensor) -> torch.Tensor:
     x = neg_view(x) if negative else x
     x = torch.conj_physical(x) if conjugate else x
     return torch.neg(x) if negative else x
-
-
-def sized_copy(x: torch.Tensor, sized: bool) -> torch.Tensor:
-    """An alias of `x` outside autograd, for use outside a DTensor (sized) or inside (not)."""
-    if isinstance(x, LocalTensor):
-        return LocalTensor([part.detach() for part in x._parts], x._roster, sized)
-    return x.detach()
 
 
 @functools.lru_cache(maxsize=256)

@@ -18,52 +18,13 @@ from shardwise.core.world import current_world
 from shardwise.errors import ArgumentError, UnsupportedError, WorldError
 from shardwise.simulation.local_tensor import (
     LocalTensor,
+    as_plain,
     from_ranks,
     resolved,
     shared_roster,
-    sized_copy,
     wrap_results,
 )
-from shardwise.simulation.roster import Roster, grouped, make_roster, rank_int, same_values
-
-__all__ = [
-    "LENT",
-    "agreed",
-    "by_rank",
-    "copy_per_rank",
-    "count_write",
-    "counts_per_rank",
-    "each_rank",
-    "from_parts",
-    "held_like",
-    "holds_parts",
-    "is_per_rank",
-    "is_shared",
-    "lent",
-    "localize",
-    "my_coordinate",
-    "no_values",
-    "numbers_per_rank",
-    "on_every_rank",
-    "on_rank",
-    "once_for_all",
-    "one_for_all",
-    "one_part",
-    "one_tensor",
-    "own_roster",
-    "part_per_rank",
-    "parts_of",
-    "parts_with_ranks",
-    "per_rank",
-    "present",
-    "rank_call",
-    "rank_values",
-    "roster_of",
-    "sized",
-    "sized_copy",
-    "split_row",
-    "unsized",
-]
+from shardwise.simulation.roster import Roster, grouped, make_roster, rank_int
 
 
 def present(grid: Grid) -> tuple[int, ...]:
@@ -111,23 +72,19 @@ def localize(grid: Grid, tensor: torch.Tensor) -> torch.Tensor:
     return from_ranks(grid.world, grid.ranks, [tensor.on_rank(r) for r in grid.ranks])
 
 
-def one_for_all(tensor: torch.Tensor, *, equal: bool = False) -> torch.Tensor:
+def plain_if_equal(tensor: torch.Tensor, *, equal: bool = False) -> torch.Tensor:
     """One plain tensor if all ranks hold the same values, else `tensor` itself.
 
     Traced tensors have no values; there `equal` says whether they are the same.
     """
-    parts = getattr(tensor, "_parts", None)
-    if parts is None:
-        return tensor
-    if type(parts[0]) is not torch.Tensor:
-        if equal or len(parts) == 1:
-            return parts[0]
+    parts = parts_of(tensor)
+    if type(parts[0]) is torch.Tensor:
+        return as_plain(tensor)
+    if len(parts) > 1 and not equal:
         raise UnsupportedError(
             "The gradient of a plain tensor differs between the ranks of a simulated world, and "
             "compiled code cannot return it. Give from_local() a LocalTensor, one tensor per rank."
         )
-    if any(not same_values(part, parts[0]) for part in parts[1:]):
-        return tensor
     return parts[0]
 
 
@@ -231,11 +188,6 @@ def _filled(remaining: Iterator[torch.Tensor], rest: Sequence[Any]) -> list[Any]
     ]
 
 
-def once_for_all(grid: Grid, fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    """`fn` of values that are equal on all ranks, called once: all ranks get the result."""
-    return localize(grid, fn(*map(one_part, args), **kwargs))
-
-
 def on_every_rank(fn: Callable[[int], torch.Tensor]) -> torch.Tensor:
     """`fn(rank)` on every rank present of the current world."""
     world = current_world()
@@ -287,11 +239,9 @@ def parts_with_ranks(grid: Grid, x: torch.Tensor) -> list[tuple[Sequence[int], t
     return [(x._roster.ranks_of(number), part) for number, part in enumerate(x._parts)]
 
 
-def own_roster(grid: Grid) -> Roster | None:
-    """The roster with one part per rank; None in a real process."""
-    if not grid.world.simulated:
-        return None
-    return make_roster(grid.world, grid.ranks, tuple(range(len(grid.ranks))))
+def plays_all(grid: Grid) -> bool:
+    """Whether this process plays all ranks of the mesh."""
+    return grid.world.simulated
 
 
 def is_shared(grid: Grid, x: torch.Tensor) -> bool:
@@ -361,7 +311,7 @@ class _Join(UntracedFunction):
     def forward(ctx: Any, grid: Grid, plain: bool, *parts: torch.Tensor) -> torch.Tensor:
         ctx.grid = grid
         joined = one_tensor(grid, [part.detach() for part in parts])
-        return one_for_all(joined) if plain else joined
+        return plain_if_equal(joined) if plain else joined
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -434,6 +384,13 @@ def copy_per_rank(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     copies = [on_rank(x, rank).clone() for rank in roster.ranks]
     sized = x._sized if type(x) is LocalTensor else True
     return from_ranks(roster.world, roster.ranks, copies, sized)
+
+
+def sized_copy(x: torch.Tensor, sized: bool) -> torch.Tensor:
+    """An alias of `x` outside autograd, for use outside a DTensor (sized) or inside (not)."""
+    if isinstance(x, LocalTensor):
+        return LocalTensor([part.detach() for part in x._parts], x._roster, sized)
+    return x.detach()
 
 
 def sized(x: torch.Tensor) -> torch.Tensor:

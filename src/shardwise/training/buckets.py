@@ -20,9 +20,9 @@ from shardwise.ops.lookup.row_sparse import RowSparse, gather_rows
 from shardwise.simulation.ranks import (
     each_rank,
     localize,
-    one_for_all,
     one_part,
     parts_of,
+    plain_if_equal,
     split_row,
 )
 from shardwise.training.contract import Axis, Reduction, is_used_alike, ranks_along, tensor_axes
@@ -107,7 +107,7 @@ def put_back(sent: SentBucket, row: torch.Tensor) -> None:
     held = [localize(grid, _local(p).detach()) for p in sent.parameters]
     views, flags = split_row(grid, row, held)
     for number, (parameter, view) in enumerate(zip(sent.parameters, views, strict=True)):
-        if parameter.grad is None and not one_for_all(flags)[number]:
+        if parameter.grad is None and not plain_if_equal(flags)[number]:
             continue  # no rank used it
         _set_gradient(parameter, view, sent.collectives)
 
@@ -116,7 +116,7 @@ def _set_gradient(
     parameter: nn.Parameter, view: torch.Tensor, collectives: Sequence[Collective]
 ) -> None:
     if not isinstance(parameter, DTensor):
-        parameter.grad = one_for_all(view) if type(parameter.data) is torch.Tensor else view
+        parameter.grad = plain_if_equal(view) if type(parameter.data) is torch.Tensor else view
         return
     grad: Any = parameter.grad
     layout = parameter._layout if grad is None else grad._layout
@@ -143,7 +143,7 @@ def kinds_on_all_ranks(parameters: Sequence[nn.Parameter], axes: Sequence[Axis])
     found: Any = each_rank(grid, lambda _: torch.tensor(mine, device=device), axes=())
     for axis in axes:
         found = collectives.all_reduce(found, "max", *axis)
-    return one_for_all(found).tolist()
+    return plain_if_equal(found).tolist()
 
 
 def _kind(grad: torch.Tensor | None) -> int:
@@ -174,7 +174,7 @@ def average_rows(parameter: nn.Parameter, reduction: Reduction) -> None:
     def make(_: Any, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return torch.sparse_coo_tensor(rows.unsqueeze(0), values, size, check_invariants=False)
 
-    held = [localize(grid, one_for_all(each)) for each in (rows, values)]
+    held = [localize(grid, plain_if_equal(each)) for each in (rows, values)]
     made = each_rank(grid, make, *held, axes=())
     parts = parts_of(made)
     parameter.grad = parts[0] if len(parts) == 1 else made
@@ -241,7 +241,7 @@ def _different(parameters: Sequence[nn.Parameter], grid: Grid, axis: int) -> lis
         return torch.cat([row, -row])
 
     row = each_rank(grid, sums, *grads, axes=())
-    largest = one_for_all(collectives.all_reduce(row, "max", grid, axis))
+    largest = plain_if_equal(collectives.all_reduce(row, "max", grid, axis))
     found = [False] * len(parameters)
     for part in parts_of(largest):
         high, low = part.chunk(2)

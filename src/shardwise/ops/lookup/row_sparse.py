@@ -35,8 +35,8 @@ from shardwise.simulation.ranks import (
     each_rank,
     from_parts,
     held_like,
-    one_for_all,
     parts_of,
+    plain_if_equal,
     roster_of,
 )
 from shardwise.simulation.roster import Roster
@@ -330,7 +330,7 @@ class HeldRows(torch.Tensor):
 
         terms = make_layout(grid, (SUM,) * grid.num_axes, (), (), torch.int64)
         found = DTensor._wrap(each_rank(grid, count, self.local), terms).full_tensor()
-        found_inf.masked_fill_(one_for_all(found) > 0, 1.0)
+        found_inf.masked_fill_(plain_if_equal(found) > 0, 1.0)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"HeldRows({self.local!r})"

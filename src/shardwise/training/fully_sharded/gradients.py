@@ -18,7 +18,7 @@ from shardwise.core.placements import SUM, Placement
 from shardwise.dtensor import autograd
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
-from shardwise.simulation.ranks import one_for_all, one_part
+from shardwise.simulation.ranks import one_part, plain_if_equal
 from shardwise.training.contract import MeshAxes
 from shardwise.training.fully_sharded.buffer import FlatBuffer, Lengths
 from shardwise.training.fully_sharded.members import CPUOffloadPolicy, Member, ShardAxes, tensors_in
@@ -225,7 +225,7 @@ class GroupGradients:
             found, flags = buffer.gradients(reducing.row, numbers, device)
             # A gradient without values may be one: nobody knows what other ranks used.
             assumed = reducing.all_here or one_part(flags).is_meta
-            used = [True] * len(numbers) if assumed else one_for_all(flags).tolist()
+            used = [True] * len(numbers) if assumed else plain_if_equal(flags).tolist()
         made = []
         for number, local, flag in zip(numbers, found, used, strict=True):
             if flag:  # else no rank used it
