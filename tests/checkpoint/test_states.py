@@ -375,8 +375,8 @@ def test_an_asynchronous_save_copies_no_more_than_it_may(tmp_path, copy_bytes):
     state = {f"x{i}": torch.full((500,), float(i)) for i in range(4)}
     job = shardwise.checkpoint.saving._Job(state, tmp_path / "saved")
     job.start(copy_bytes)
-    (begun,) = job._begun
-    copies = [value for value in begun._values if value.numel()]
+    (file,) = job._files
+    copies = [value for value in file._values if value.numel()]
     held = {value.data_ptr() for value in state.values()}
     assert sum(value.numel() * 4 for value in copies) <= copy_bytes
     assert len(copies) == copy_bytes // 2000

@@ -149,7 +149,7 @@ def test_without_locks_one_of_two_jobs_wins_and_none_is_spoiled(tmp_path, monkey
     held = shardwise.checkpoint.saving._Job({"x": torch.zeros(5)}, tmp_path / "saved")
     save({"x": torch.ones(5)}, tmp_path / "saved")
     with pytest.raises(CheckpointError, match="was saved by another job meanwhile"):
-        held.run()
+        held.finish()
     new = torch.zeros(5)
     load({"x": new}, tmp_path / "saved")
     assert new.tolist() == [1.0] * 5

@@ -86,15 +86,13 @@ class Crew:
             raise joint_error("", faults, self.size) from cause
         return found
 
+    def alike(self, step: Callable[[], T]) -> list[T]:
+        """`together` for a step that has one result for all ranks present."""
+        return self.together(lambda: [step()] * len(self.present), _words(step))
+
     def once(self, step: Callable[[], Any]) -> None:
         """Run a step on rank 0; if it fails, raise on all ranks."""
-
-        def run() -> list[Any]:
-            if self.leads:
-                step()
-            return [None] * len(self.present)
-
-        self.together(run, _words(step))
+        self.together(lambda: [step() if self.leads else None] * len(self.present), _words(step))
 
 
 def _packed(value: Any) -> bytes:
@@ -231,10 +229,9 @@ def _of_dtensor(value: DTensor, name: str) -> Pieces:
     if value.is_meta:
         raise CheckpointError(f"{name} is on the meta device and has no values.")
     whole: Any = value.detach()
-    local = whole.to_local()
-    found = []
-    for rank, (coordinate, part) in zip(
-        present(layout.grid), rank_values(layout.grid, local), strict=True
-    ):
-        found.append(Piece(rank, layout.box(coordinate)[0], part))
+    parts = rank_values(layout.grid, whole.to_local())
+    found = [
+        Piece(rank, layout.box(coordinate)[0], part)
+        for rank, (coordinate, part) in zip(present(layout.grid), parts, strict=True)
+    ]
     return Pieces(layout.shape, layout.dtype, found)

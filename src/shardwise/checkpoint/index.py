@@ -17,7 +17,7 @@ import shutil
 import socket
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from shardwise.checkpoint.safetensors import (
     open_regular,
     read_bytes,
     read_header,
+    size_of,
     unreadable,
 )
 from shardwise.checkpoint.tree import Node, check_node
@@ -70,6 +71,13 @@ class SavedTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def saved_whole(
+    dtype: torch.dtype, shape: tuple[int, ...], file: str, key: str, sums: str | None = None
+) -> SavedTensor:
+    """A tensor that was saved in one chunk."""
+    return SavedTensor(dtype, shape, (SavedChunk(file, key, Box.whole(shape), sums),))
+
+
 @dataclass(frozen=True, slots=True)
 class SavedFile:
     """The size of a file and the checksum of its header."""
@@ -91,8 +99,9 @@ class Index:
     #: Checksum of the whole index; ranks that load together compare it.
     digest: int = 0
 
-    def tensor(self, name: str) -> SavedTensor | None:
-        return self.tensors.get(self.ties.get(name, name))
+    def tensor(self, name: str) -> SavedTensor:
+        """A tensor of the state, by any of its names."""
+        return self.tensors[self.ties.get(name, name)]
 
 
 def pack_index(
@@ -160,31 +169,26 @@ def _read_index(path: Path) -> Index:
 
 
 def _index_of_file(path: Path) -> Index:
-    header = read_header(path)
+    with open_regular(path) as file:
+        header = read_header(file)
     tensors = {
-        name: SavedTensor(
-            entry.dtype,
-            entry.shape,
-            (SavedChunk(path.name, name, Box.whole(entry.shape), None),),
-        )
+        name: saved_whole(entry.dtype, entry.shape, path.name, name)
         for name, entry in header.entries.items()
     }
-    return Index(path.parent, tensors, _flat_node(tensors), digest=zlib.crc32(header.raw))
+    return Index(path.parent, tensors, flat_node(tensors), digest=zlib.crc32(header.raw))
 
 
-def _flat_node(tensors: Mapping[str, Any]) -> Node:
-    return {"dict": [[name, {"tensor": name}] for name in tensors]}
+def flat_node(names: Iterable[str]) -> Node:
+    """The state that is a table of these tensors."""
+    return {"dict": [[name, {"tensor": name}] for name in names]}
 
 
 def _read_index_file(path: Path) -> Index:
-    number = open_regular(path)
-    try:
-        num_bytes = os.fstat(number).st_size
+    with open_regular(path) as file:
+        num_bytes = size_of(file)
         if num_bytes > MAX_INDEX_BYTES:
             raise _damaged(path, f"it has {num_bytes} bytes, at most {MAX_INDEX_BYTES} are read")
-        raw = read_bytes(number, num_bytes, 0, path)
-    finally:
-        os.close(number)
+        raw = read_bytes(file, num_bytes)
     content = bounded_json(raw, str(path), MAX_INDEX_BRACKETS)
     digest = zlib.crc32(raw)
     if "shardwise" not in content:
@@ -195,12 +199,11 @@ def _read_index_file(path: Path) -> Index:
         raise CheckpointError(f"{path} is in the format {found!r}; this version reads {FORMAT!r}.")
     saved = ours.pop("checksum", None)
     try:
-        right = saved == f"{_checksum(content):08x}"
+        if saved != f"{_checksum(content):08x}":
+            raise _damaged(path, "its checksum does not fit its content")
+        return _our_index(path, ours, digest)
     except RecursionError as error:
         raise _damaged(path, "it is nested too deeply") from error
-    if not right:
-        raise _damaged(path, "its checksum does not fit its content")
-    return _our_index(path, ours, digest)
 
 
 def _our_index(path: Path, ours: dict[str, Any], digest: int) -> Index:
@@ -217,10 +220,7 @@ def _our_index(path: Path, ours: dict[str, Any], digest: int) -> Index:
     for name, other in ours["ties"].items():
         if not isinstance(other, str) or other not in tensors:
             raise _damaged(path, f"{name!r} is tied to {str(other)[:60]!r}, which is not there")
-    try:
-        check_node(ours["state"], str(path), tensors.keys() | ours["ties"].keys())
-    except RecursionError as error:
-        raise _damaged(path, "it is nested too deeply") from error
+    check_node(ours["state"], str(path), tensors.keys() | ours["ties"].keys())
     return Index(path.parent, tensors, ours["state"], ours["ties"], files, ranks, digest)
 
 
@@ -281,16 +281,15 @@ def _foreign_index(path: Path, content: dict[str, Any], digest: int) -> Index:
     headers = {}
     for file in sorted(set(weight_map.values())):
         _check_file_name(path, file)
-        headers[file] = read_header(path.parent / file).entries
+        with open_regular(path.parent / file) as opened:
+            headers[file] = read_header(opened).entries
     tensors = {}
     for name, file in weight_map.items():
         entry = headers[file].get(name)
         if entry is None:
             raise _damaged(path, f"it says that {name!r} is in {file!r}, which does not have it")
-        whole = Box.whole(entry.shape)
-        chunks = (SavedChunk(file, name, whole, None),)
-        tensors[name] = SavedTensor(entry.dtype, entry.shape, chunks)
-    return Index(path.parent, tensors, _flat_node(tensors), digest=digest)
+        tensors[name] = saved_whole(entry.dtype, entry.shape, file, name)
+    return Index(path.parent, tensors, flat_node(tensors), digest=digest)
 
 
 def _check_file_name(path: Path, name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -121,7 +120,6 @@ class Matching:
         seen: set[tuple[Any, ...]] = set()
         for name, target in targets:
             saved = self.index.tensor(name)
-            assert saved is not None, "a target without a saved tensor is a fault"
             for piece in pieces_of(target, name, crew.present).pieces:
                 memory = piece.tensor
                 key = (
@@ -171,7 +169,6 @@ class Matching:
 
     def _want(self, saved_name: str, target: Any, targets: Targets) -> None:
         saved = self.index.tensor(saved_name)
-        assert saved is not None, "the index was checked"
         self._names.setdefault(id(target), []).append(self.index.ties.get(saved_name, saved_name))
         shape = tuple(target.shape)
         if shape != saved.shape:
@@ -313,9 +310,8 @@ class Matching:
         for each in own:
             for row in (children(saved.state.get(keys[each.key])) or {}).values():
                 if isinstance(row, dict) and "tensor" in row:
-                    tensor = self.index.tensor(row["tensor"])
-                    assert tensor is not None, "the index was checked"
-                    why = why_not_of(tensor.shape, each.tensor)
+                    saved_shape = self.index.tensor(row["tensor"]).shape
+                    why = why_not_of(saved_shape, each.tensor)
                     if why is not None:
                         self._faults.append(f"{row['tensor']} {why}.")
 
@@ -332,10 +328,8 @@ class Matching:
         """
         if isinstance(node, dict) and "tensor" in node:
             name = node["tensor"]
-            saved = self.index.tensor(name)
-            assert saved is not None, "the index was checked"
             usable = is_tensor(now) and not is_partial(now)
-            target = now if usable else tensor_like(parameter, saved)
+            target = now if usable else tensor_like(parameter, self.index.tensor(name))
             self._want(name, target, targets)
             return target
         rows = children(node)
@@ -443,15 +437,14 @@ def load(state: Any, path: str | os.PathLike[str], *, strict: bool = True) -> An
     crew = current_crew()
     matching = Matching(strict)
 
-    def look_up() -> list[_Found]:
+    def look_up() -> _Found:
         wait_for_saves()
         matching.index = read_index(Path(path).absolute())
         matching.match_all(state)
         matching.raise_faults()
-        found = _Found(os.fspath(path), matching.index.digest, matching.unused)
-        return [found] * len(crew.present)
+        return _Found(os.fspath(path), matching.index.digest, matching.unused)
 
-    found = crew.together(look_up)
+    found = crew.alike(look_up)
     for rank, each in enumerate(found):
         if (each.path, each.digest) != (found[0].path, found[0].digest):
             raise CheckpointError(
@@ -466,26 +459,18 @@ def load(state: Any, path: str | os.PathLike[str], *, strict: bool = True) -> An
     return matching.finish()
 
 
+@torch.no_grad()
 def _fill(matching: Matching, reader: Reader, crew: Crew) -> None:
     """See Note [Nothing is half loaded]."""
     first: list[ReadRequest] = []
     last: list[ReadRequest] = []
-
-    def step(run: Callable[[], None]) -> Callable[[], list[None]]:
-        @functools.wraps(run)
-        def on_this_rank() -> list[None]:
-            with torch.no_grad():
-                run()
-            return [None] * len(crew.present)
-
-        return on_this_rank
 
     def check() -> None:
         first.extend(matching.requests(crew, matching.object_targets))
         last.extend(matching.requests(crew, matching.targets))
         reader.check([*first, *last])
 
-    crew.together(step(check))
+    crew.alike(check)
     before = [torch.clone(request.target) for request in first]
 
     def load_objects() -> None:
@@ -497,14 +482,13 @@ def _fill(matching: Matching, reader: Reader, crew: Crew) -> None:
         matching.load_rest()
 
     try:
-        crew.together(step(load_objects))
+        crew.alike(load_objects)
     except BaseException:
-        with torch.no_grad():
-            for request, value in zip(first, before, strict=True):
-                request.target.copy_(value)
-            matching.unload_objects()
+        for request, value in zip(first, before, strict=True):
+            request.target.copy_(value)
+        matching.unload_objects()
         raise
-    crew.together(step(load_rest))
+    crew.alike(load_rest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
@@ -10,8 +11,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -23,9 +23,11 @@ from shardwise.checkpoint.index import (
     SavedChunk,
     SavedFile,
     SavedTensor,
+    flat_node,
     half_name,
     pack_index,
     read_index,
+    saved_whole,
 )
 from shardwise.checkpoint.safetensors import (
     BLOCK_BYTES,
@@ -36,7 +38,9 @@ from shardwise.checkpoint.safetensors import (
     block_sum,
     bytes_of,
     open_regular,
-    read_open_header,
+    pack_header,
+    read_header,
+    size_of,
     sync_folder,
     unreadable,
     write_synced,
@@ -66,19 +70,16 @@ class Reader:
         self.index = index
         #: How many bytes were read from files, headers aside.
         self.num_bytes = 0
-        self._files: dict[str, int] = {}
+        self._files: dict[str, BinaryIO] = {}
         self._entries: dict[str, dict[str, TensorEntry]] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None
-    ) -> None:
-        for number in self._files.values():
-            os.close(number)
-        self._files.clear()
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
 
     def check(self, requests: Sequence[ReadRequest]) -> None:
         """Raise unless every byte that the requests need is there and fits its checksum."""
@@ -105,46 +106,45 @@ class Reader:
 
     # -- files -------------------------------------------------------------------------------
 
-    def path(self, file: str) -> Path:
-        return self.index.folder / file
-
     def _entry(self, chunk: SavedChunk, request: ReadRequest) -> TensorEntry:
         if chunk.file not in self._entries:
             self._entries[chunk.file] = self._open(chunk.file)
         entry = self._entries[chunk.file].get(chunk.key)
         if entry is None or (entry.dtype, entry.shape) != (request.saved.dtype, chunk.box.sizes):
             raise CheckpointError(
-                f"{self.path(chunk.file)} is damaged: it has no {chunk.key!r} of shape "
+                f"{self._files[chunk.file].name} is damaged: it has no {chunk.key!r} of shape "
                 f"{chunk.box.sizes} and {request.saved.dtype}, which is a piece of {request.name}."
             )
         return entry
 
-    def _open(self, file: str) -> dict[str, TensorEntry]:
-        path = self.path(file)
-        known = self.index.files.get(file)
-        if file not in self._files:
-            self._files[file] = open_regular(path)
-        number = self._files[file]
-        num_bytes = os.fstat(number).st_size
+    def _open(self, name: str) -> dict[str, TensorEntry]:
+        known = self.index.files.get(name)
+        if name not in self._files:
+            self._files[name] = open_regular(self.index.folder / name)
+        file = self._files[name]
+        num_bytes = size_of(file)
         if known is not None and num_bytes != known.num_bytes:
             raise CheckpointError(
-                f"{path} is damaged: it has {num_bytes} bytes, and had {known.num_bytes} when it "
-                "was saved."
+                f"{file.name} is damaged: it has {num_bytes} bytes, and had {known.num_bytes} when "
+                "it was saved."
             )
-        header = read_open_header(number, path)
+        header = read_header(file)
         if known is not None and zlib.crc32(header.raw) != known.header_sum:
-            raise CheckpointError(f"{path} is damaged: its header is not the one that was saved.")
+            raise CheckpointError(
+                f"{file.name} is damaged: its header is not the one that was saved."
+            )
         return header.entries
 
-    def _read(self, file: str, position: int, into: memoryview) -> None:
+    def _read(self, name: str, position: int, into: memoryview) -> None:
         self.num_bytes += into.nbytes
+        file = self._files[name]
         while into.nbytes:
             try:
-                count = os.preadv(self._files[file], [into], position)
+                count = os.preadv(file.fileno(), [into], position)
             except OSError as error:
-                raise unreadable(self.path(file), error) from error
+                raise unreadable(file.name, error) from error
             if not count:
-                raise CheckpointError(f"{self.path(file)} is damaged: it ends at byte {position}.")
+                raise CheckpointError(f"{file.name} is damaged: it ends at byte {position}.")
             into, position = into[count:], position + count
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
@@ -163,7 +163,7 @@ class Reader:
             self._read(chunk.file, entry.start + start, view)
             if block_sum(view) != int(chunk.sums[8 * block : 8 * block + 8], 16):
                 raise CheckpointError(
-                    f"{self.path(chunk.file)} is damaged: bytes {entry.start + start} to "
+                    f"{self._files[chunk.file].name} is damaged: bytes {entry.start + start} to "
                     f"{entry.start + start + view.nbytes}, of {name}, do not fit their checksum."
                 )
 
@@ -295,11 +295,8 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointReport:
 
 
 def _size(index: Index, name: str) -> int:
-    number = open_regular(index.folder / name)
-    try:
-        return os.fstat(number).st_size
-    finally:
-        os.close(number)
+    with open_regular(index.folder / name) as file:
+        return size_of(file)
 
 
 def _report(name: str, tensor: SavedTensor) -> TensorReport:
@@ -408,8 +405,7 @@ def _picked(index: Index, prefix: str) -> Index:
             ties[short[name]] = short[owner]
         else:
             tensors[short[name]] = index.tensors[owner]
-    node = {"dict": [[n, {"tensor": n}] for n in short.values()]}
-    return Index(index.folder, tensors, node, ties, index.files)
+    return Index(index.folder, tensors, flat_node(short.values()), ties, index.files)
 
 
 def _write_folder(reader: Reader, half: Path, max_file_bytes: int) -> None:
@@ -423,9 +419,7 @@ def _write_folder(reader: Reader, half: Path, max_file_bytes: int) -> None:
         sums, files[file] = _write_file(reader, half / file, keys)
         for name in names:
             saved = index.tensors[name]
-            whole = Box.whole(saved.shape)
-            chunk = SavedChunk(file, keys[name], whole, sums[name])
-            tensors[name] = SavedTensor(saved.dtype, saved.shape, (chunk,))
+            tensors[name] = saved_whole(saved.dtype, saved.shape, file, keys[name], sums[name])
     data = pack_index(tensors, index.node, index.ties, files, 1)
     write_synced(half / INDEX_NAME, data)
     sync_folder(half)
@@ -450,7 +444,7 @@ def _write_file(
     """Write tensors under the given keys; returns the checksums of each."""
     saved = reader.index.tensors
     table = {key: (saved[name].dtype, saved[name].shape) for name, key in keys.items()}
-    with TensorFile(path, table, {"format": "pt"}) as file:
+    with contextlib.closing(TensorFile(path, *pack_header(table))) as file:
         sums = {name: file.write(key, _whole_rows(reader, name)) for name, key in keys.items()}
         file.sync()
         return sums, SavedFile(file.num_bytes, zlib.crc32(file.header))

@@ -21,8 +21,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -75,9 +74,7 @@ class Header:
     """The table of a file, and the bytes it was read from."""
 
     entries: dict[str, TensorEntry]
-    metadata: dict[str, str]
     raw: bytes
-    file_bytes: int
 
 
 def dtype_name(dtype: torch.dtype, what: str) -> str:
@@ -91,7 +88,7 @@ def dtype_name(dtype: torch.dtype, what: str) -> str:
 
 
 def pack_header(
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
 ) -> tuple[bytes, dict[str, TensorEntry]]:
     """The bytes before the data, and where each tensor goes, in the given order."""
     if RESERVED in tensors:
@@ -99,7 +96,7 @@ def pack_header(
             f"A safetensors file cannot hold a tensor called {RESERVED!r}: the format uses that "
             "name. Rename the tensor, or convert to a folder."
         )
-    table: dict[str, Any] = {RESERVED: dict(metadata)} if metadata else {}
+    table: dict[str, Any] = {RESERVED: {"format": "pt"}}
     relative: dict[str, int] = {}
     position = 0
     # Wide dtypes first: then every tensor is aligned without gaps, which the format forbids.
@@ -126,17 +123,21 @@ def pack_header(
     return struct.pack("<Q", len(text)) + text, entries
 
 
-def open_regular(path: Path) -> int:
-    """A descriptor to read a file by; raises unless it is a regular file."""
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it; raises unless it is a regular one."""
     try:
-        # Asked before it is opened, as that alone can start a device, and after, to be sure.
-        if stat.S_ISREG(os.stat(path).st_mode):
-            number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            if stat.S_ISREG(os.fstat(number).st_mode):
-                return number
-            os.close(number)
+        return open(path, "rb", opener=_descriptor)
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
+
+
+def _descriptor(path: str, flags: int) -> int:
+    # Asked before it is opened, as that alone can start a device, and after, to be sure.
+    if stat.S_ISREG(os.stat(path).st_mode):
+        number = os.open(path, flags | os.O_NONBLOCK)
+        if stat.S_ISREG(os.fstat(number).st_mode):
+            return number
+        os.close(number)
     raise CheckpointError(f"{path} is not a regular file.")
 
 
@@ -144,33 +145,23 @@ def unreadable(path: Path | str, error: OSError | ValueError) -> CheckpointError
     return CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.")
 
 
-def read_bytes(number: int, count: int, position: int, path: Path) -> bytes:
-    """Up to `count` bytes of an open file; fewer where it ends."""
-    found = b""
+def size_of(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+def read_bytes(file: BinaryIO, count: int) -> bytes:
+    """The next `count` bytes; fewer where the file ends."""
     try:
-        while len(found) < count:
-            more = os.pread(number, count - len(found), position + len(found))
-            if not more:
-                break
-            found += more
+        return file.read(count)
     except OSError as error:
-        raise unreadable(path, error) from error
-    return found
+        raise unreadable(file.name, error) from error
 
 
-def read_header(path: Path) -> Header:
+def read_header(file: BinaryIO) -> Header:
     """The table of a file, checked against the file's size."""
-    number = open_regular(path)
-    try:
-        return read_open_header(number, path)
-    finally:
-        os.close(number)
-
-
-def read_open_header(number: int, path: Path) -> Header:
-    """`read_header` of a file that is open."""
-    file_bytes = os.fstat(number).st_size
-    length_bytes = read_bytes(number, 8, 0, path)
+    path, file_bytes = file.name, size_of(file)
+    file.seek(0)
+    length_bytes = read_bytes(file, 8)
     if len(length_bytes) < 8:
         raise _damaged(path, f"it has {file_bytes} bytes, too few for a header")
     (length,) = struct.unpack("<Q", length_bytes)
@@ -180,16 +171,16 @@ def read_open_header(number: int, path: Path) -> Header:
             f"its header claims {length} bytes, the file has {file_bytes} and at most "
             f"{MAX_HEADER_BYTES} are read",
         )
-    raw = read_bytes(number, length, 8, path)
+    raw = read_bytes(file, length)
     if len(raw) != length:
         raise _damaged(path, "it ends inside its header")
-    table = bounded_json(raw, str(path))
+    table = bounded_json(raw, path)
     metadata = table.pop(RESERVED, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _damaged(path, "its metadata is not a table of texts")
     entries = {name: _entry(path, name, spec, 8 + length) for name, spec in table.items()}
     _check_cover(path, entries, 8 + length, file_bytes)
-    return Header(entries, metadata, length_bytes + raw, file_bytes)
+    return Header(entries, length_bytes + raw)
 
 
 def bounded_json(raw: bytes, what: str, max_brackets: int = 64) -> dict[str, Any]:
@@ -233,7 +224,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _entry(path: Path, name: str, spec: Any, first: int) -> TensorEntry:
+def _entry(path: str, name: str, spec: Any, first: int) -> TensorEntry:
     if not isinstance(spec, dict) or set(spec) != {"dtype", "shape", "data_offsets"}:
         raise _damaged(path, f"{name!r} does not have a dtype, a shape and data_offsets")
     offsets = spec["data_offsets"]
@@ -257,7 +248,7 @@ def natural_numbers(value: Any) -> bool:
 
 
 def _check_cover(
-    path: Path, entries: Mapping[str, TensorEntry], first: int, file_bytes: int
+    path: str, entries: Mapping[str, TensorEntry], first: int, file_bytes: int
 ) -> None:
     """Tensors follow each other without gaps and fill the file."""
     position = first
@@ -269,7 +260,7 @@ def _check_cover(
         raise _damaged(path, f"its tensors end at byte {position}, the file at {file_bytes}")
 
 
-def _damaged(path: Path, why: str) -> CheckpointError:
+def _damaged(path: str, why: str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged or no safetensors file: {why}.")
 
 
@@ -356,19 +347,14 @@ class Sums:
 class TensorFile:
     """A safetensors file that is being written: the header first, then chunks in any order."""
 
-    def __init__(
-        self,
-        path: Path,
-        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-        metadata: Mapping[str, str],
-    ) -> None:
-        self.path = path
-        self.header, self._entries = pack_header(tensors, metadata)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    def __init__(self, path: Path, header: bytes, entries: Mapping[str, TensorEntry]) -> None:
+        """`header` and `entries` are those of `pack_header`."""
+        self.header, self._entries = header, entries
+        self._file = path.open("xb", buffering=0)
         try:
             _write_all(self._file, memoryview(self.header), 0)
         except BaseException:
-            os.close(self._file)
+            self.close()
             raise
 
     @property
@@ -377,7 +363,7 @@ class TensorFile:
 
     def write(self, key: str, buffers: Iterator[memoryview]) -> str:
         """Write the bytes of a tensor; returns the checksums of its blocks."""
-        entry: TensorEntry = self._entries[key]
+        entry = self._entries[key]
         position, sums = entry.start, Sums()
         for buffer in buffers:
             for start in range(0, buffer.nbytes, BLOCK_BYTES):
@@ -389,26 +375,16 @@ class TensorFile:
         return sums.text()
 
     def sync(self) -> None:
-        os.fsync(self._file)
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._file.close()
 
 
-def _write_all(file: int, data: memoryview, position: int) -> None:
+def _write_all(file: BinaryIO, data: memoryview, position: int) -> None:
     data = written(data)
     while data.nbytes:
-        num_bytes = os.pwrite(file, data, position)
+        num_bytes = os.pwrite(file.fileno(), data, position)
         data, position = data[num_bytes:], position + num_bytes
 
 

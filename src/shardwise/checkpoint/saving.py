@@ -54,6 +54,7 @@ from shardwise.checkpoint.safetensors import (
     RESERVED,
     TensorFile,
     buffers_of,
+    pack_header,
     sync_folder,
     write_synced,
 )
@@ -175,7 +176,7 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
     3
     tensor([0, 1, 2, 3, 4, 5])
     """
-    _Job(state, path).run()
+    _Job(state, path).finish()
 
 
 def save_async(state: Any, path: str | os.PathLike[str], *, copy_bytes: int = COPY_BYTES) -> Saving:
@@ -290,6 +291,7 @@ class _Job:
         self.path = Path()
         self._claim: Claim | None = None
         self._values: dict[tuple[int, str, Box], torch.Tensor] = {}
+        self._files: list[_RankFile] = []
         self._left_out: list[str] = []
 
         def describe() -> list[_RankState]:
@@ -360,36 +362,28 @@ class _Job:
 
     # -- writing -----------------------------------------------------------------------------
 
-    def run(self) -> None:
-        self._finish([None] * len(self.crew.present))
-
     def start(self, copy_bytes: int) -> None:
         """Copy up to `copy_bytes` and write the rest, so that the state may change."""
-        self._begun: list[_RankFile | None] = []
 
-        def begin() -> list[None]:
+        def begin() -> None:
             if copy_bytes < 0:
                 raise CheckpointError(f"copy_bytes is a number of bytes, found {copy_bytes}.")
             left = copy_bytes
-            for rank in self.crew.present:
-                begun = _RankFile(self, rank)
-                self._begun.append(begun)
-                left -= begun.write_beyond(left)
-            return [None] * len(self.crew.present)
+            for file in self._rank_files():
+                left -= file.write_beyond(left)
 
         try:
-            self.crew.together(begin)
+            self.crew.alike(begin)
         except BaseException:
             self._drop()
             raise
         self._values.clear()
 
     def finish(self) -> None:
-        self._finish(self._begun)
+        """Write what is left, and publish the checkpoint."""
 
-    def _finish(self, begun: Sequence[_RankFile | None]) -> None:
         def write() -> list[_Written]:
-            return self._write(begun)
+            return [file.write_rest() for file in self._rank_files()]
 
         def publish() -> None:
             self._publish(written)
@@ -401,16 +395,14 @@ class _Job:
             self._drop()
             raise
 
-    def _write(self, begun: Sequence[_RankFile | None]) -> list[_Written]:
-        return [
-            (one or _RankFile(self, rank)).write_rest()
-            for rank, one in zip(self.crew.present, begun, strict=True)
-        ]
+    def _rank_files(self) -> list[_RankFile]:
+        if not self._files:
+            self._files = [_RankFile(self, rank) for rank in self.crew.present]
+        return self._files
 
     def _drop(self) -> None:
-        for begun in getattr(self, "_begun", ()):
-            if begun is not None:
-                begun.close()
+        for file in self._files:
+            file.close()
         if self.crew.leads:
             shutil.rmtree(self.half, ignore_errors=True)
         if self._claim is not None:
@@ -462,21 +454,23 @@ class _Job:
 
 
 class _RankFile:
-    """The file of one rank: some chunks may be written before others."""
+    """The file of one rank: some chunks may be written before others.
+
+    It is opened for the first chunk, as the ranks of a simulated world may be many.
+    """
 
     def __init__(self, job: _Job, rank: int) -> None:
         self._chunks = job.chunks[rank]
+        self._keys = _keys(self._chunks)
+        self._values = [job._values[rank, chunk.name, chunk.box] for chunk in self._chunks]
         writers = [r for r, chunks in enumerate(job.chunks) if chunks]
+        # A rank without chunks has no file.
+        number = writers.index(rank) + 1 if self._chunks else 0
+        self._path = job.half / f"model-{number:05d}-of-{len(writers):05d}.safetensors"
+        chunks = zip(self._keys, self._chunks, strict=True)
+        self._packed = pack_header({key: (c.dtype, c.box.sizes) for key, c in chunks})
         self._file: TensorFile | None = None
         self._done: list[tuple[str, SavedChunk]] = []
-        if not self._chunks:
-            return
-        number = f"{writers.index(rank) + 1:05d}-of-{len(writers):05d}"
-        self._name = f"model-{number}.safetensors"
-        self._keys = _keys(self._chunks)
-        table = {k: (s.dtype, s.box.sizes) for k, s in zip(self._keys, self._chunks, strict=True)}
-        self._values = [job._values[rank, s.name, s.box] for s in self._chunks]
-        self._file = TensorFile(job.half / self._name, table, {"format": "pt"})
 
     def write_beyond(self, copy_bytes: int) -> int:
         """Write chunks until at most `copy_bytes` are left; copy those and return their bytes."""
@@ -489,22 +483,23 @@ class _RankFile:
         return left
 
     def _write_next(self) -> None:
+        if self._file is None:
+            self._file = TensorFile(self._path, *self._packed)
         place = len(self._done)
         chunk, key = self._chunks[place], self._keys[place]
-        assert self._file is not None, "a rank with chunks has a file"
         sums = self._file.write(key, buffers_of(self._values[place]))
         self._values[place] = torch.empty(0)  # a copy is not needed any more
-        self._done.append((chunk.name, SavedChunk(self._name, key, chunk.box, sums)))
+        self._done.append((chunk.name, SavedChunk(self._path.name, key, chunk.box, sums)))
 
     def write_rest(self) -> _Written:
+        while len(self._done) < len(self._chunks):
+            self._write_next()
         if self._file is None:
             return _Written(None, None, [])
-        with self._file as file:
-            while len(self._done) < len(self._chunks):
-                self._write_next()
-            file.sync()
-        saved = SavedFile(file.num_bytes, zlib.crc32(file.header))
-        return _Written(self._name, saved, self._done)
+        self._file.sync()
+        self._file.close()
+        saved = SavedFile(self._file.num_bytes, zlib.crc32(self._file.header))
+        return _Written(self._path.name, saved, self._done)
 
     def close(self) -> None:
         if self._file is not None:

@@ -74,21 +74,21 @@ class Checkpoints:
         """`steps()` as rank 0 sees them."""
         crew = current_crew()
 
-        def list_steps() -> list[list[int]]:
+        def list_steps() -> list[int]:
             wait_for_saves()
-            return [self.steps() if crew.leads else []] * len(crew.present)
+            return self.steps() if crew.leads else []
 
-        return crew.together(list_steps)[0]
+        return crew.alike(list_steps)[0]
 
     def _agreed_path(self, step: int) -> Path:
         """`path(step)`; a step that is none on one rank is everyone's error."""
         crew = current_crew()
 
-        def name_step() -> list[Path]:
+        def name_step() -> Path:
             wait_for_saves()
-            return [self.path(step)] * len(crew.present)
+            return self.path(step)
 
-        return crew.together(name_step)[crew.present[0]]
+        return crew.alike(name_step)[crew.present[0]]
 
     def save(self, step: int, state: Any) -> None:
         """Save a step, then remove what is beyond `keep`."""
@@ -130,10 +130,8 @@ class Checkpoints:
             if not faults:
                 found = self.load(state, step, strict=strict)
                 if damaged and current_crew().leads:
-                    text = " ".join(damaged)
-                    warnings.warn(
-                        f"Step {step} was loaded. {text}", CheckpointWarning, stacklevel=2
-                    )
+                    text = " ".join([f"Step {step} was loaded.", *damaged])
+                    warnings.warn(text, CheckpointWarning, stacklevel=2)
                 return found
             more = f" ({len(faults) - 1} more)" if len(faults) > 1 else ""
             damaged.append(f"Step {step} is damaged: {faults[0]}{more}")

@@ -319,9 +319,7 @@ class SavedOptimizer:
 
 def is_optimizer(value: Any) -> bool:
     """Whether a value has groups of parameters and a state dict."""
-    groups = getattr(value, "param_groups", None)
-    stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-    return isinstance(groups, list) and stateful
+    return isinstance(getattr(value, "param_groups", None), list) and is_stateful(value)
 
 
 def own_parameters(
