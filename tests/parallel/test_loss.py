@@ -181,6 +181,7 @@ def test_a_head_that_keeps_its_logits_sharded(mesh):
         ({"target": torch.tensor([1, 8])}, ValueError, r"need a target of shape \(3,\)"),
         ({"weight": torch.ones(7)}, ValueError, "one number per class, 8"),
         ({"reduction": "median"}, ValueError, "none, mean, sum"),
+        ({"label_smoothing": 1.5}, ValueError, "between 0 and 1, found 1.5"),
         ({"logits": torch.ones(3, 8)}, TypeError, "takes a DTensor"),
         (
             {"weight": torch.ones(8, requires_grad=True)},
@@ -196,6 +197,27 @@ def test_mistakes(mesh, change, error, message):
     } | change
     with pytest.raises(error, match=message):
         parallel_cross_entropy(**given)
+
+
+def test_targets_of_one_byte(mesh):
+    logits, target = torch.randn(6, 10), torch.tensor([0, 9, 3, 8, 2, 5], dtype=torch.uint8)
+    expected = on_one_device(logits, target)
+    assert_same(by_classes(logits, target, mesh, [Shard(1)]), expected)
+
+
+def test_weights_of_less_precision_than_the_logits(mesh):
+    """In a second derivative too; torch takes only weights of the logits' dtype."""
+    logits, target = torch.randn(3, 8, dtype=torch.float64), torch.tensor([1, 7, 4])
+    weight = torch.rand(8)
+
+    def penalty(loss_of, logits, weight):
+        (grad,) = torch.autograd.grad(loss_of(logits, target, weight), logits, create_graph=True)
+        grad.square().sum().backward()
+        return whole(logits.grad)
+
+    sharded = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+    expected = penalty(F.cross_entropy, logits.requires_grad_(), weight.double())
+    torch.testing.assert_close(penalty(parallel_cross_entropy, sharded, weight), expected)
 
 
 @pytest.mark.parametrize("size", [4, 2], ids=["whole", "shard"])

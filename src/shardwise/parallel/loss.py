@@ -57,12 +57,14 @@ def parallel_cross_entropy(
         )
     if reduction not in _REDUCTIONS:
         raise LayoutError(f"reduction={reduction!r} is not one of {', '.join(_REDUCTIONS)}.")
+    if not 0 <= label_smoothing <= 1:
+        raise LayoutError(f"label_smoothing is between 0 and 1, found {label_smoothing}.")
     logits = without_partials(logits)
     tokens = token_layout(logits._layout)
     soft = target.is_floating_point()
     check_target(logits, target, soft)
     placed = placed_target(target, logits._layout if soft else tokens)
-    weights = None if weight is None else placed_weight(weight, logits._layout)
+    weights = None if weight is None else placed_weight(weight, logits._layout).to(tokens.dtype)
     terms = Terms(
         dim=class_dim(logits._layout),
         num_classes=logits.shape[class_dim(logits._layout)],
@@ -95,10 +97,12 @@ class ClassShardedLoss(UntracedFunction):
         tokens = token_layout(layout)
         parts = [t._local for t in (target, weight) if t is not None]
         with because("parallel_cross_entropy", implicit=False):
-            maximum = _all_reduced(_mapped(layout, terms, _maximum, logits._local), "max", layout)
-            sums = _mapped(layout, terms, _sums, logits._local, maximum, *parts)
+            maximum = _mapped(layout, terms, local_maximum, logits._local)
+            maximum = _all_reduced(maximum, "max", layout)
+            sums = _mapped(layout, terms, local_sums, logits._local, maximum, *parts)
             sums = _all_reduced(sums, "sum", layout)
-        losses, log_sum, total, counted = _mapped(layout, terms, _losses, maximum, sums, parts[0])
+        found = _mapped(layout, terms, local_losses, maximum, sums, parts[0])
+        losses, log_sum, total, counted = found
         ctx.save_for_backward(logits, log_sum, total, target, weight)
         ctx.terms = terms
         out = DTensor._wrap(losses, tokens), DTensor._wrap(counted, tokens)
@@ -115,8 +119,9 @@ class ClassShardedLoss(UntracedFunction):
             found = _gradient_by_ops(ctx.terms, grad, logits, log_sum, total, target, weight)
             return found, None, None, None
         parts = [t._local for t in (target, weight) if t is not None]
+        sums = (log_sum, total)
         local = _mapped(
-            layout, ctx.terms, _gradient, grad._local, logits._local, log_sum, total, *parts
+            layout, ctx.terms, local_gradient, grad._local, logits._local, *sums, *parts
         )
         return DTensor._wrap(local, layout), None, None, None
 
@@ -128,7 +133,7 @@ def _gradient_by_ops(
     layout, dim = logits._layout, terms.dim
     tokens = token_layout(layout)
     parts = [t._local for t in (target, weight) if t is not None]
-    local = _mapped(layout, terms, _coefficients, logits._local, *parts)
+    local = _mapped(layout, terms, local_coefficients, logits._local, *parts)
     coefficients = DTensor._wrap(local, with_dtype(layout, tokens.dtype))
     shift, scale = (DTensor._wrap(t, tokens).unsqueeze(dim) for t in (log_sum, total))
     # The shift is a constant; the quotient does not depend on it.
@@ -154,65 +159,6 @@ def _all_reduced(local: torch.Tensor, reduce_op: str, layout: Layout) -> torch.T
     return local
 
 
-def _maximum(terms: Terms, _: int, x: torch.Tensor) -> torch.Tensor:
-    return local_maximum(x, terms.dim)
-
-
-def _sums(
-    terms: Terms, offset: int, x: Any, maximum: Any, target: Any, weight: Any = None
-) -> torch.Tensor:
-    _check_classes(terms, target)
-    weight = None if weight is None else weight.to(maximum.dtype)
-    return local_sums(terms, offset, x, maximum, target, weight)
-
-
-def _check_classes(terms: Terms, target: torch.Tensor) -> None:
-    """A class out of range raises as on one device; every rank has the same targets."""
-    if terms.soft or type(target) is not torch.Tensor or target.is_cuda:
-        return
-    kept = target[terms.kept(target)]
-    if kept.numel() and not 0 <= int(kept.min()) <= int(kept.max()) < terms.num_classes:
-        raise IndexError(
-            f"Targets run from {int(kept.min())} to {int(kept.max())}, but there are "
-            f"{terms.num_classes} classes; only ignore_index={terms.ignore_index} may lie outside."
-        )
-
-
-def _losses(
-    terms: Terms, _: int, maximum: torch.Tensor, sums: torch.Tensor, target: torch.Tensor
-) -> Sequence[torch.Tensor]:
-    row = dict(zip(terms.rows, sums.unbind(0), strict=True))
-    log_s = row["S"].log()
-    total = row["A"] if "A" in row else torch.ones_like(log_s)
-    losses = total * log_s - row["B"]
-    counted = row.get("W", total)
-    if not terms.soft:
-        kept = terms.kept(target)
-        losses, counted = torch.where(kept, losses, 0.0), torch.where(kept, counted, 0.0)
-    return losses, maximum + log_s, total, counted
-
-
-def _gradient(
-    terms: Terms,
-    offset: int,
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    log_sum: torch.Tensor,
-    total: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-) -> torch.Tensor:
-    weight = None if weight is None else weight.to(log_sum.dtype)
-    return local_gradient(terms, offset, grad, x, log_sum, total, target, weight)
-
-
-def _coefficients(
-    terms: Terms, offset: int, x: torch.Tensor, target: torch.Tensor, weight: Any = None
-) -> torch.Tensor:
-    weight = None if weight is None else accurate(weight)
-    return local_coefficients(terms, offset, x, target, weight)
-
-
 class _ClassSharded(TorchFunctionMode):
     """Handles `F.cross_entropy` of class-sharded logits; passes everything else on."""
 
@@ -229,28 +175,7 @@ class _ClassSharded(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _cross_entropy(input: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    layout = input._layout
-    if not class_axes(layout):
-        raise LayoutError(
-            "loss_parallel() is for logits that are sharded over their classes, dim "
-            f"{class_dim(layout)}; found {short(layout.placements)}. Leave the context out: cross "
-            "entropy takes such logits as they are."
-        )
-    return _as_torch_calls_it(input, *args, **kwargs)
-
-
-# An op, since the compiler would trace a Python function.
-_library = torch.library.Library("shardwise", "FRAGMENT")
-_library.define(
-    "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, bool? size_average=None, "
-    "int ignore_index=-100, bool? reduce=None, str reduction='mean', "
-    "float label_smoothing=0.0) -> Tensor"
-)
-_library.impl("cross_entropy", _cross_entropy, "CompositeImplicitAutograd")
-
-
-def _as_torch_calls_it(
+def _cross_entropy(
     input: DTensor,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -259,7 +184,15 @@ def _as_torch_calls_it(
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> DTensor:
+) -> torch.Tensor:
+    """`parallel_cross_entropy` with the arguments of torch."""
+    layout = input._layout
+    if not class_axes(layout):
+        raise LayoutError(
+            "loss_parallel() is for logits that are sharded over their classes, dim "
+            f"{class_dim(layout)}; found {short(layout.placements)}. Leave the context out: cross "
+            "entropy takes such logits as they are."
+        )
     if size_average is not None or reduce is not None:
         raise ArgumentError(
             "Inside loss_parallel(), say reduction=... for size_average and reduce."
@@ -272,6 +205,16 @@ def _as_torch_calls_it(
         reduction=reduction,
         label_smoothing=label_smoothing,
     )
+
+
+# An op, since the compiler would trace a Python function.
+_library = torch.library.Library("shardwise", "FRAGMENT")
+_library.define(
+    "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, bool? size_average=None, "
+    "int ignore_index=-100, bool? reduce=None, str reduction='mean', "
+    "float label_smoothing=0.0) -> Tensor"
+)
+_library.impl("cross_entropy", _cross_entropy, "CompositeImplicitAutograd")
 
 
 @contextlib.contextmanager
@@ -311,6 +254,9 @@ def loss_parallel() -> Iterator[None]:
 #
 # and the loss is A log S - B. So the ranks exchange one maximum and a few sums for each token,
 # never a logit. The gradient for x_c is A softmax(x)_c - a_c, which each rank computes locally.
+#
+# The local functions below get the first class of a rank as `offset`, and the class weights in the
+# dtype of the sums.
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,11 +288,11 @@ def accurate(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def local_maximum(x: torch.Tensor, dim: int) -> torch.Tensor:
+def local_maximum(terms: Terms, offset: int, x: torch.Tensor) -> torch.Tensor:
     x = accurate(x)
-    if x.shape[dim] == 0:
-        return x.new_full(x.sum(dim).shape, -torch.inf)
-    return x.amax(dim)
+    if x.shape[terms.dim] == 0:
+        return x.new_full(x.sum(terms.dim).shape, -torch.inf)
+    return x.amax(terms.dim)
 
 
 def local_sums(
@@ -355,9 +301,10 @@ def local_sums(
     x: torch.Tensor,
     maximum: torch.Tensor,
     target: torch.Tensor,
-    weight: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The rows of `terms` over the classes of this rank, which start at `offset`."""
+    """The rows of `terms` over the classes of this rank."""
+    _check_classes(terms, target)
     dim = terms.dim
     shifted = accurate(x) - maximum.unsqueeze(dim)
     found = {"S": shifted.exp().sum(dim)}
@@ -380,6 +327,33 @@ def local_sums(
     return torch.stack([found[row] for row in terms.rows])
 
 
+def _check_classes(terms: Terms, target: torch.Tensor) -> None:
+    """A class out of range raises as on one device; every rank has the same targets."""
+    if terms.soft or type(target) is not torch.Tensor or target.is_cuda:
+        return
+    kept = target[terms.kept(target)]
+    if kept.numel() and not 0 <= int(kept.min()) <= int(kept.max()) < terms.num_classes:
+        raise IndexError(
+            f"Targets run from {int(kept.min())} to {int(kept.max())}, but there are "
+            f"{terms.num_classes} classes; only ignore_index={terms.ignore_index} may lie outside."
+        )
+
+
+def local_losses(
+    terms: Terms, offset: int, maximum: torch.Tensor, sums: torch.Tensor, target: torch.Tensor
+) -> Sequence[torch.Tensor]:
+    """Of each token: the loss, log_sum_exp, A, and the weight with which it counts in a mean."""
+    row = dict(zip(terms.rows, sums.unbind(0), strict=True))
+    log_s = row["S"].log()
+    total = row["A"] if "A" in row else torch.ones_like(log_s)
+    losses = total * log_s - row["B"]
+    counted = row.get("W", total)
+    if not terms.soft:
+        kept = terms.kept(target)
+        losses, counted = torch.where(kept, losses, 0.0), torch.where(kept, counted, 0.0)
+    return losses, maximum + log_s, total, counted
+
+
 def local_gradient(
     terms: Terms,
     offset: int,
@@ -388,7 +362,7 @@ def local_gradient(
     log_sum: torch.Tensor,
     total: torch.Tensor,
     target: torch.Tensor,
-    weight: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gradient for this rank's logits; `total` is A of the note."""
     dim = terms.dim
@@ -413,7 +387,7 @@ def local_coefficients(
     offset: int,
     x: torch.Tensor,
     target: torch.Tensor,
-    weight: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """a of the note for this rank's classes, 0 for tokens that are ignored."""
     dim = terms.dim
@@ -434,7 +408,7 @@ def owned_classes(
     terms: Terms, offset: int, x: torch.Tensor, target: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each target as an index into this rank's classes, and whether it is one of them."""
-    index = target - offset
+    index = target.long() - offset
     owned = terms.kept(target) & (index >= 0) & (index < x.shape[terms.dim])
     return torch.where(owned, index, 0), owned
 
