@@ -159,6 +159,20 @@ def matching_modules(root: nn.Module, pattern: str) -> list[tuple[str, nn.Module
     return found
 
 
+def modules_at(
+    root: nn.Module, patterns: str | Sequence[str], caller: str
+) -> list[tuple[str, nn.Module]]:
+    """The modules that match any of several patterns, each once; raises where one matches none."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matches = matching_modules(root, pattern)
+        if not matches:
+            raise LayoutError(f"{caller}: {no_match(root, pattern)}")
+        for path, module in matches:
+            found.setdefault(id(module), (path, module))
+    return list(found.values())
+
+
 def all_paths(root: nn.Module, path: str = "") -> Iterator[str]:
     """The path of every module below the root, in the order of definition."""
     for name, child in root._modules.items():

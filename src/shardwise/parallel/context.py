@@ -28,8 +28,8 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
 from shardwise.ops.nn.attention import POSITIONS, attend_locally
 from shardwise.ops.nn.context_attention import AxisGroup
-from shardwise.parallel.style import prepend_input_hook
-from shardwise.plans import matching_modules, no_match
+from shardwise.parallel.style import named_axis, prepend_input_hook
+from shardwise.plans import modules_at
 from shardwise.simulation.ranks import on_plain_ranks, one_part, sized
 from shardwise.training.contract import DataAxes, mesh_axes
 from shardwise.training.data_parallel import data_parallel
@@ -84,15 +84,10 @@ def context_parallel(
     ...     mine = model(x)
     >>> torch.testing.assert_close(mine.on_rank(1), expected[:, 6:])
     """
-    names = device_mesh.mesh_dim_names or ()
-    if axis not in names:
-        raise ArgumentError(
-            f"context_parallel: the mesh has no axis {axis!r}, only {', '.join(names) or 'unnamed'}"
-            "; name one: init_device_mesh(device, (2, 4), mesh_dim_names=('dp', 'cp'))."
-        )
+    number = named_axis(device_mesh, axis, "context_parallel")
     if method not in _METHODS:
         raise ArgumentError(f"context_parallel(method=...) is one of {_METHODS}, found {method!r}.")
-    group = AxisGroup(grid_of(device_mesh), names.index(axis))
+    group = AxisGroup(grid_of(device_mesh), number)
     found = _attention_modules(module, attention)
     signature = inspect.signature(module.forward).parameters
     takes = tuple(signature)
@@ -134,19 +129,14 @@ def declare_data_axis(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | 
 
 
 def _attention_modules(module: nn.Module, attention: str | Sequence[str]) -> list[nn.Module]:
-    found: dict[int, nn.Module] = {}
-    for pattern in [attention] if isinstance(attention, str) else attention:
-        matches = matching_modules(module, pattern)
-        if not matches:
-            raise LayoutError(f"context_parallel: {no_match(module, pattern)}")
-        for path, match in matches:
-            if _DONE in match.__dict__ or "forward" in match.__dict__:
-                raise LayoutError(
-                    f"context_parallel: module {path!r} has another forward already, that of "
-                    "context_parallel or of a style. Name the attention modules themselves, once."
-                )
-            found[id(match)] = match
-    return list(found.values())
+    found = modules_at(module, attention, "context_parallel")
+    for path, match in found:
+        if _DONE in match.__dict__ or "forward" in match.__dict__:
+            raise LayoutError(
+                f"context_parallel: module {path!r} has another forward already, that of "
+                "context_parallel or of a style. Name the attention modules themselves, once."
+            )
+    return [match for _, match in found]
 
 
 @dataclass(frozen=True, slots=True)

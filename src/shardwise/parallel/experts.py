@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +31,15 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
 from shardwise.lookup.exchange import on_host
 from shardwise.parallel.context import declare_data_axis
-from shardwise.parallel.style import TENSOR_AXIS, ModuleBoundary, ParallelStyle, Scale, owner_of
-from shardwise.plans import matching_modules, no_match
+from shardwise.parallel.style import (
+    TENSOR_AXIS,
+    ModuleBoundary,
+    ParallelStyle,
+    Scale,
+    named_axis,
+    owner_of,
+)
+from shardwise.plans import modules_at
 from shardwise.simulation.ranks import each_rank, on_plain_ranks, one_part, sized
 
 
@@ -97,11 +105,9 @@ class ExpertParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         boundary = self.boundary(device_mesh)
-        stacked = tuple(self.parameter_placements(module).items())
         self.place_parameters(module, boundary)
-        local = _LocalExperts(
-            boundary, stacked, self.output_layouts or REPLICATE, self.use_local_output
-        )
+        output = self.output_layouts or REPLICATE
+        local = _LocalExperts(boundary, _names(module), output, self.use_local_output)
         # With the module as an argument, so that a copy of the module calls the copy.
         module.forward = functools.partial(local.run, module)
         return module
@@ -112,7 +118,7 @@ class _LocalExperts:
     """Runs a module with the experts of one rank; see Note [Experts]."""
 
     boundary: ModuleBoundary
-    parameters: tuple[tuple[str, Placement], ...]
+    names: tuple[str, ...]
     output: Placement
     local: bool
 
@@ -122,7 +128,7 @@ class _LocalExperts:
         x = boundary.enter(tokens, REPLICATE, REPLICATE, "tokens")
         chosen = boundary.enter(experts, REPLICATE, REPLICATE, "the experts of the tokens")
         scales = boundary.enter(weights, REPLICATE, REPLICATE, "the weights of the experts")
-        held = [self._local_parameter(module, name) for name, _ in self.parameters]
+        held = _local_parameters(module, self.names)
         layout = x._layout
         term = [*x.placements]
         term[boundary.axis] = Partial()
@@ -143,13 +149,6 @@ class _LocalExperts:
 
     breaks_graph(run, "the number of tokens of each rank's experts is known only when it runs")
 
-    def _local_parameter(self, module: nn.Module, name: str) -> torch.Tensor:
-        """A parameter's local shard; its gradient is a term of a sum where it is replicated."""
-        owner, key = owner_of(module, name)
-        parameter: Any = getattr(owner, key)
-        grads = [p if p.is_shard() else Partial() for p in parameter.placements]
-        return parameter.to_local(grad_placements=grads)
-
     def _here(
         self,
         module: nn.Module,
@@ -159,25 +158,12 @@ class _LocalExperts:
         weights: torch.Tensor,
         *held: torch.Tensor,
     ) -> torch.Tensor:
-        first, count = self._range(module, coordinate)
-        token, slot = ((experts >= first) & (experts < first + count)).nonzero(as_tuple=True)
-        out = torch.zeros_like(tokens)
-        if token.numel():
-            mine = experts[token, slot].sub(first).unsqueeze(-1)
-            with holding(module, [name for name, _ in self.parameters], count, held):
-                terms = type(module).forward(
-                    module, tokens[token], mine, weights[token, slot].unsqueeze(-1)
-                )
-            out = out.index_add(0, token, terms.to(out.dtype))
+        first, end = _bounds(module, self.boundary)[coordinate[self.boundary.axis] :][:2]
+        token, slot = ((experts >= first) & (experts < end)).nonzero(as_tuple=True)
+        pairs = (tokens[token], experts[token, slot], weights[token, slot])
+        terms = _results(module, self.names, (first, end), *pairs, held)
+        out = torch.zeros_like(tokens).index_add(0, token, terms)
         return Reached.apply(out, tokens, weights, *held)
-
-    def _range(self, module: nn.Module, coordinate: Coordinate) -> tuple[int, int]:
-        """The first expert of a rank, and their number."""
-        stacked = next(name for name, placement in self.parameters if placement.is_shard())
-        owner, key = owner_of(module, stacked)
-        parameter: Any = getattr(owner, key)
-        offset, shape = parameter._layout.box(coordinate)
-        return int(offset[0]), int(shape[0])
 
 
 def check_inputs(where: str, *inputs: Any) -> None:
@@ -191,8 +177,59 @@ def check_inputs(where: str, *inputs: Any) -> None:
         )
 
 
+def _names(module: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, _ in module.named_parameters())
+
+
+def _local_parameters(
+    module: nn.Module, names: Sequence[str], same: int | None = None, share: float = 1.0
+) -> list[torch.Tensor]:
+    """The local shards of parameters; their gradients count `share` times.
+
+    Along axes that do not shard it, the gradient of a parameter is a term of a sum; but along the
+    axis `same`, ranks have the same one.
+    """
+    found = []
+    for name in names:
+        owner, key = owner_of(module, name)
+        parameter: Any = getattr(owner, key)
+        grads = [
+            p if p.is_shard() or axis == same else Partial()
+            for axis, p in enumerate(parameter.placements)
+        ]
+        if share != 1 and parameter.requires_grad:
+            parameter = Scale.apply(parameter, 1.0, share)
+        found.append(parameter.to_local(grad_placements=grads))
+    return found
+
+
+def _bounds(module: nn.Module, boundary: ModuleBoundary) -> list[int]:
+    """The first expert of each rank along the axis, and one past the last."""
+    count: Any = module.num_experts
+    sizes = lengths(count, boundary.mesh.size(boundary.axis), None)
+    return list(itertools.accumulate(sizes, initial=0))
+
+
+def _results(
+    module: nn.Module,
+    names: Sequence[str],
+    span: tuple[int, int],
+    rows: torch.Tensor,
+    chosen: torch.Tensor,
+    scales: torch.Tensor,
+    held: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """What the experts of `span` compute of rows, each with its expert and weight."""
+    if not rows.shape[0]:
+        return torch.zeros_like(rows)
+    first, end = span
+    with _holding(module, names, end - first, held):
+        own = (chosen - first).unsqueeze(-1)
+        return type(module).forward(module, rows, own, scales.unsqueeze(-1)).to(rows.dtype)
+
+
 @contextlib.contextmanager
-def holding(
+def _holding(
     module: nn.Module, names: Sequence[str], count: int, held: Sequence[torch.Tensor]
 ) -> Iterator[None]:
     """Inside, the module has `count` experts, and plain tensors for the parameters `names`."""
@@ -307,12 +344,7 @@ def expert_parallel(
     >>> experts.matrices.placements
     (Shard(0),)
     """
-    names = device_mesh.mesh_dim_names or ()
-    if axis not in names:
-        raise ArgumentError(
-            f"expert_parallel: the mesh has no axis {axis!r}, only {', '.join(names) or 'unnamed'}"
-            "; name one: init_device_mesh(device, (2, 4), mesh_dim_names=('dp', 'ep'))."
-        )
+    number = named_axis(device_mesh, axis, "expert_parallel")
     if axis == TENSOR_AXIS:
         raise ArgumentError(
             f"expert_parallel: ranks along {axis!r} have the same tokens, and nothing has to be "
@@ -320,79 +352,46 @@ def expert_parallel(
         )
     if capacity_factor is not None and not capacity_factor > 0:
         raise ArgumentError(f"capacity_factor is positive or None, found {capacity_factor!r}.")
-    found = _expert_modules(module, experts)
-    grid = grid_of(device_mesh)
-    for path, match in found:
-        _distribute(path, match, grid, names.index(axis), capacity_factor, src_data_rank)
+    styles = _expert_styles(module, experts)
+    for match, style in styles:
+        style.src_data_rank = src_data_rank
+        boundary = ModuleBoundary(device_mesh, number, style.path)
+        style.place_parameters(match, boundary)
+        exchange = _Exchange(boundary, _names(match), capacity_factor)
+        # With the module as an argument, so that a copy of the module calls the copy.
+        match.forward = functools.partial(exchange.run, match)
     declare_data_axis(module, device_mesh[axis], src_data_rank)
     return module
 
 
-def _expert_modules(module: nn.Module, experts: str | Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """The modules to change; raises before anything is changed."""
-    found: dict[int, tuple[str, nn.Module]] = {}
-    for pattern in [experts] if isinstance(experts, str) else experts:
-        matches = matching_modules(module, pattern)
-        if not matches:
-            raise LayoutError(f"expert_parallel: {no_match(module, pattern)}")
-        for path, match in matches:
-            style = ExpertParallel()
-            style.path = path
-            style.check(match)
-            if "forward" in match.__dict__ or any(
-                isinstance(p, DTensor) for p in match.parameters()
-            ):
-                raise LayoutError(
-                    f"expert_parallel: {style.where} is parallel already. Name its experts once, "
-                    "and not in a plan as well."
-                )
-            found[id(match)] = (path, match)
-    return list(found.values())
-
-
-def _distribute(
-    path: str,
-    module: nn.Module,
-    grid: Grid,
-    axis: int,
-    capacity_factor: float | None,
-    src_data_rank: int | None,
-) -> None:
-    style = ExpertParallel()
-    style.path, style.src_data_rank = path, src_data_rank
-    boundary = ModuleBoundary(grid.mesh, axis, path)
-    placed = style.parameter_placements(module)
-    style.place_parameters(module, boundary)
-    exchange = _Exchange(grid, axis, path, tuple(placed.items()), capacity_factor)
-    # With the module as an argument, so that a copy of the module calls the copy.
-    module.forward = functools.partial(_run, module, exchange)
-
-
-def _run(module: nn.Module, exchange: _Exchange, tokens: Any, experts: Any, weights: Any) -> Any:
-    return exchange.run(module, tokens, experts, weights)
-
-
-breaks_graph(_run, "the number of tokens that ranks exchange is known only when it runs")
+def _expert_styles(
+    module: nn.Module, experts: str | Sequence[str]
+) -> list[tuple[nn.Module, ExpertParallel]]:
+    """The modules to change, and what places their parameters; nothing is changed."""
+    found = []
+    for path, match in modules_at(module, experts, "expert_parallel"):
+        style = ExpertParallel()
+        style.path = path
+        style.check(match)
+        if "forward" in match.__dict__ or any(isinstance(p, DTensor) for p in match.parameters()):
+            raise LayoutError(
+                f"expert_parallel: {style.where} is parallel already. Name its experts once, and "
+                "not in a plan as well."
+            )
+        found.append((match, style))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
     """Runs a stack of experts along one axis; see Note [Tokens travel]."""
 
-    grid: Grid
-    axis: int
-    path: str
-    parameters: tuple[tuple[str, Placement], ...]
+    boundary: ModuleBoundary
+    names: tuple[str, ...]
     capacity_factor: float | None
 
-    @property
-    def _num_losses(self) -> int:
-        names = self.grid.axis_names or ()
-        shared = self.grid.shape[names.index(TENSOR_AXIS)] if TENSOR_AXIS in names else 1
-        return math.prod(self.grid.shape) // shared
-
     def run(self, module: nn.Module, tokens: Any, experts: Any, weights: Any) -> Any:
-        where = f"Module {self.path!r}" if self.path else "The root module"
+        where, axis = self.boundary.where, self.boundary.axis
         for x in (tokens, experts, weights):
             if isinstance(x, DTensor):
                 raise UnsupportedError(
@@ -401,39 +400,37 @@ class _Exchange:
                     "ranks share."
                 )
         check_inputs(where, *map(one_part, (tokens, experts, weights)))
-        grid = self.grid
-        pair, sent = self._routed(module, experts)
+        grid = grid_of(self.boundary.mesh)
+        pair, sent = self._routed(module, grid, experts)
         num_sent = on_host(grid, sent)
         with because("expert_parallel", implicit=False):
-            arriving = collectives.all_to_all(sent.unsqueeze(1), grid, self.axis).squeeze(1)
-            ways = (num_sent, on_host(grid, arriving), grid, self.axis)
+            arriving = collectives.all_to_all(sent.unsqueeze(1), grid, axis).squeeze(1)
+            ways = (num_sent, on_host(grid, arriving), grid, axis)
             rows = Exchanged.apply(on_plain_ranks(grid, _tokens_of, tokens, pair, experts), *ways)
             scales = Exchanged.apply(on_plain_ranks(grid, _entries, weights, pair), *ways)
             chosen = Exchanged.apply(on_plain_ranks(grid, _entries, experts, pair), *ways)
-        held = [self._local_parameter(module, name) for name, _ in self.parameters]
-        terms = on_plain_ranks(
-            grid, functools.partial(self._here, module), rows, scales, chosen, *held
-        )
-        back = (ways[1], ways[0], grid, self.axis)
+        axes = grid.axis_names or ()
+        same = axes.index(TENSOR_AXIS) if TENSOR_AXIS in axes else None
+        num_losses = math.prod(grid.shape) // (1 if same is None else grid.shape[same])
+        # A gradient is of all losses, and counts as that of their mean.
+        held = _local_parameters(module, self.names, same, 1 / num_losses)
+        here = functools.partial(self._here, module)
+        terms = on_plain_ranks(grid, here, rows, scales, chosen, *held)
+        back = (ways[1], ways[0], grid, axis)
         with because("expert_parallel", implicit=False):
             returned = Exchanged.apply(terms, *back)
         return on_plain_ranks(grid, _added, tokens, returned, pair, experts)
 
-    def _bounds(self, module: nn.Module) -> list[int]:
-        """The first expert of each rank along the axis, and one past the last."""
-        count: Any = module.num_experts
-        bounds = [0]
-        for size in lengths(count, self.grid.shape[self.axis], None):
-            bounds.append(bounds[-1] + size)
-        return bounds
+    breaks_graph(run, "the number of tokens that ranks exchange is known only when it runs")
 
-    def _routed(self, module: nn.Module, experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _routed(self, module: nn.Module, grid: Grid, experts: Any) -> Any:
         """The pairs of a token and an expert by the expert's rank, and their number for each.
 
         A pair is a number: that of the token times the experts of a token, plus the place among
         them.
         """
-        bounds, count = self._bounds(module), int(module.num_experts)  # type: ignore[arg-type]
+        bounds = _bounds(module, self.boundary)
+        count = bounds[-1]
 
         def route(_: Coordinate, experts: torch.Tensor) -> Any:
             flat = experts.reshape(-1)
@@ -447,20 +444,7 @@ class _Exchange:
             edges = torch.searchsorted(chosen, torch.tensor(bounds, device=flat.device))
             return pair[: edges[-1]], edges.diff()
 
-        return each_rank(self.grid, route, experts.detach(), axes=())
-
-    def _local_parameter(self, module: nn.Module, name: str) -> torch.Tensor:
-        """A parameter's local shard; its gradient is of all losses, and counts as their mean."""
-        owner, key = owner_of(module, name)
-        parameter: Any = getattr(owner, key)
-        names = self.grid.axis_names or ()
-        grads: list[Placement] = [
-            p if isinstance(p, Shard) or names[a : a + 1] == (TENSOR_AXIS,) else Partial()
-            for a, p in enumerate(parameter.placements)
-        ]
-        if parameter.requires_grad:
-            parameter = Scale.apply(parameter, 1.0, 1 / self._num_losses)
-        return parameter.to_local(grad_placements=grads)
+        return each_rank(grid, route, experts.detach(), axes=())
 
     def _here(
         self,
@@ -472,13 +456,8 @@ class _Exchange:
         *held: torch.Tensor,
     ) -> torch.Tensor:
         """The experts of one rank on what arrived."""
-        first, end = self._bounds(module)[coordinate[self.axis] :][:2]
-        out = torch.zeros_like(rows)
-        if rows.shape[0]:
-            names = [name for name, _ in self.parameters]
-            with holding(module, names, end - first, held):
-                own = (chosen - first).unsqueeze(-1)
-                out = type(module).forward(module, rows, own, scales.unsqueeze(-1)).to(rows.dtype)
+        first, end = _bounds(module, self.boundary)[coordinate[self.boundary.axis] :][:2]
+        out = _results(module, self.names, (first, end), rows, chosen, scales, held)
         return Reached.apply(out, rows, scales, *held)
 
 

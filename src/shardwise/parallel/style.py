@@ -194,7 +194,7 @@ def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), key
 
 
-#: A partial of a module-level function, so that the module can be pickled.
+#: A function of a module or a method, or a partial of one, so that the module can be pickled.
 Hook = Callable[..., Any]
 
 
@@ -214,35 +214,6 @@ def append_output_hook(module: nn.Module, hook: Hook) -> None:
 
 def _finish(hook: Hook, _: nn.Module, args: Any, output: Any) -> Any:
     return hook(output)
-
-
-def first_input(boundary: ModuleBoundary, given: Placement, wanted: Placement) -> Hook:
-    """A hook that redistributes a module's one input, positional or keyword, to `wanted`."""
-    return functools.partial(_enter_first, boundary, given, wanted)
-
-
-def _enter_first(
-    boundary: ModuleBoundary,
-    given: Placement,
-    wanted: Placement,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    if args:
-        return (boundary.enter(args[0], given, wanted), *args[1:]), kwargs
-    if kwargs:
-        name = next(iter(kwargs))
-        return args, {**kwargs, name: boundary.enter(kwargs[name], given, wanted, name)}
-    raise LayoutError(f"{boundary.where} was called without an input; its style expects one.")
-
-
-def only_output(boundary: ModuleBoundary, wanted: Placement, local: bool) -> Hook:
-    """A hook that redistributes a module's one output to `wanted`."""
-    return functools.partial(_leave_only, boundary, wanted, local)
-
-
-def _leave_only(boundary: ModuleBoundary, wanted: Placement, local: bool, output: Any) -> Any:
-    return boundary.leave(output, wanted, local)
 
 
 # Note [Axes of a parallel module]
@@ -276,6 +247,17 @@ def tensor_axis(mesh: DeviceMesh) -> int:
     """The axis that styles shard along; see Note [Axes of a parallel module]."""
     names = mesh.mesh_dim_names
     return names.index(TENSOR_AXIS) if names and TENSOR_AXIS in names else mesh.ndim - 1
+
+
+def named_axis(mesh: DeviceMesh, axis: str, caller: str) -> int:
+    """The number of the axis with this name."""
+    names = mesh.mesh_dim_names or ()
+    if axis not in names:
+        raise ArgumentError(
+            f"{caller}: the mesh has no axis {axis!r}, only {', '.join(names) or 'unnamed'}; name "
+            f"one: init_device_mesh(device, (2, 4), mesh_dim_names=('dp', {axis!r}))."
+        )
+    return names.index(axis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +319,17 @@ class ModuleBoundary:
             if wanted == given:
                 return x
         return self.move(x, wanted, name)
+
+    def enter_first(
+        self, given: Placement, wanted: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The arguments of a module, with its first input moved to `wanted`."""
+        if args:
+            return (self.enter(args[0], given, wanted), *args[1:]), kwargs
+        if kwargs:
+            name = next(iter(kwargs))
+            return args, {**kwargs, name: self.enter(kwargs[name], given, wanted, name)}
+        raise LayoutError(f"{self.where} was called without an input; its style expects one.")
 
     def _from_local(self, x: torch.Tensor, given: Placement, name: str) -> DTensor:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +18,11 @@ from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate, 
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
 from shardwise.parallel.style import (
+    Hook,
     ModuleBoundary,
     ParallelStyle,
     append_output_hook,
-    first_input,
     one_per_tensor,
-    only_output,
     prepend_input_hook,
 )
 from shardwise.simulation.ranks import on_plain_ranks, one_part
@@ -33,10 +33,29 @@ def is_transposed_linear(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-class _MatrixStyle(ParallelStyle):
-    """A style for `nn.Linear`, `nn.Embedding` and Hugging Face's `Conv1D`."""
+class _LayerStyle(ParallelStyle):
+    """A style that places all parameters of a module with one input and one output."""
 
     decides = ("parameters", "input", "output")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        boundary = self.boundary(device_mesh)
+        self.place_parameters(module, boundary)
+        given, wanted = self._inputs(module, boundary)
+        prepend_input_hook(module, functools.partial(boundary.enter_first, given, wanted))
+        append_output_hook(module, self._output_hook(boundary))
+        return module
+
+    @abc.abstractmethod
+    def _inputs(self, module: nn.Module, boundary: ModuleBoundary) -> tuple[Placement, Placement]:
+        """The placement of a plain input, and the one that the module needs."""
+
+    @abc.abstractmethod
+    def _output_hook(self, boundary: ModuleBoundary) -> Hook: ...
+
+
+class _MatrixStyle(_LayerStyle):
+    """A style for `nn.Linear`, `nn.Embedding` and Hugging Face's `Conv1D`."""
 
     def __init__(
         self,
@@ -68,31 +87,25 @@ class _MatrixStyle(ParallelStyle):
             )
         super().check(module)
 
-    def _input_placements(self, module: nn.Module) -> tuple[Placement, Placement]:
-        """The default placement of a plain input, and the placement that the layer needs."""
-        raise NotImplementedError
+    #: Where a layer has its input and its output by default.
+    _input: Placement = REPLICATE
+    _output: Placement = REPLICATE
 
-    def _default_output(self) -> Placement:
-        raise NotImplementedError
+    def _inputs(self, module: nn.Module, boundary: ModuleBoundary) -> tuple[Placement, Placement]:
+        wanted = REPLICATE if isinstance(module, nn.Embedding) else self._input
+        given = self.input_layouts or wanted
+        if given == Shard(-1) and not isinstance(module, nn.Embedding):
+            # The number of features is known, so that shards may be uneven.
+            if isinstance(module, nn.Linear):
+                num_features = module.in_features
+            else:
+                num_features = module.get_parameter("weight").shape[0]
+            given = boundary.sized(given, num_features)
+        return given, wanted
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        boundary = self.boundary(device_mesh)
-        self.place_parameters(module, boundary)
-        default, wanted = self._input_placements(module)
-        given = self.input_layouts or default
-        if isinstance(module, nn.Linear):
-            given = _sized_features(boundary, given, module.in_features)
-        elif is_transposed_linear(module):
-            given = _sized_features(boundary, given, module.get_parameter("weight").shape[0])
-        prepend_input_hook(module, first_input(boundary, given, wanted))
-        output = self.output_layouts or self._default_output()
-        append_output_hook(module, only_output(boundary, output, self.use_local_output))
-        return module
-
-
-def _sized_features(boundary: ModuleBoundary, given: Placement, num_features: int) -> Placement:
-    """A shard of the last dim, with uneven sizes where the number of features does not divide."""
-    return boundary.sized(given, num_features) if given == Shard(-1) else given
+    def _output_hook(self, boundary: ModuleBoundary) -> Hook:
+        wanted = self.output_layouts or self._output
+        return functools.partial(boundary.leave, wanted=wanted, local=self.use_local_output)
 
 
 class ColwiseParallel(_MatrixStyle):
@@ -115,16 +128,12 @@ class ColwiseParallel(_MatrixStyle):
     ((Shard(0),), (Shard(1),))
     """
 
+    _output = Shard(-1)
+
     def parameter_placements(self, module: nn.Module) -> Mapping[str, Placement]:
         if isinstance(module, nn.Embedding):
             return {"weight": Shard(1)}
         return {"weight": Shard(1 if is_transposed_linear(module) else 0), "bias": Shard(0)}
-
-    def _input_placements(self, module: nn.Module) -> tuple[Placement, Placement]:
-        return REPLICATE, REPLICATE
-
-    def _default_output(self) -> Placement:
-        return Shard(-1)
 
 
 class SharedHeads(ColwiseParallel):
@@ -149,13 +158,8 @@ class SharedHeads(ColwiseParallel):
     def parameter_placements(self, module: nn.Module) -> Mapping[str, Placement]:
         return {"weight": REPLICATE, "bias": REPLICATE}
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        boundary = self.boundary(device_mesh)
-        self.place_parameters(module, boundary)
-        given = self.input_layouts or REPLICATE
-        prepend_input_hook(module, first_input(boundary, given, REPLICATE))
-        append_output_hook(module, functools.partial(_take_head, boundary, self.num_heads))
-        return module
+    def _output_hook(self, boundary: ModuleBoundary) -> Hook:
+        return functools.partial(_take_head, boundary, self.num_heads)
 
 
 def _take_head(boundary: ModuleBoundary, num_heads: int, output: DTensor) -> torch.Tensor:
@@ -190,37 +194,29 @@ class RowwiseParallel(_MatrixStyle):
     ((Shard(0),), torch.Size([2, 4]))
     """
 
+    _input = Shard(-1)
+
     def parameter_placements(self, module: nn.Module) -> Mapping[str, Placement]:
         if isinstance(module, nn.Embedding):
             return {"weight": Shard(0)}
         return {"weight": Shard(0 if is_transposed_linear(module) else 1), "bias": REPLICATE}
 
-    def _input_placements(self, module: nn.Module) -> tuple[Placement, Placement]:
-        if isinstance(module, nn.Embedding):
-            return REPLICATE, REPLICATE
-        return Shard(-1), Shard(-1)
 
-    def _default_output(self) -> Placement:
-        return REPLICATE
-
-
-class _WholeParameters(ParallelStyle):
+class _WholeParameters(_LayerStyle):
     """Whole parameters; input and output have the placement `activations`."""
 
-    decides = ("parameters", "input", "output")
     activations: Placement
     use_local_output: bool
 
     def parameter_placements(self, module: nn.Module) -> Mapping[str, Placement]:
         return {name: REPLICATE for name, _ in module.named_parameters()}
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        boundary = self.boundary(device_mesh)
-        self.place_parameters(module, boundary)
-        placement = self.activations
-        prepend_input_hook(module, first_input(boundary, placement, placement))
-        append_output_hook(module, only_output(boundary, placement, self.use_local_output))
-        return module
+    def _inputs(self, module: nn.Module, boundary: ModuleBoundary) -> tuple[Placement, Placement]:
+        return self.activations, self.activations
+
+    def _output_hook(self, boundary: ModuleBoundary) -> Hook:
+        local = self.use_local_output
+        return functools.partial(boundary.leave, wanted=self.activations, local=local)
 
 
 class SequenceParallel(_WholeParameters):
@@ -288,17 +284,12 @@ class SharedKeyParallel(_WholeParameters):
     """
 
     activations = REPLICATE
-    use_local_output = True
 
     def __init__(self, *, width: int | None = None) -> None:
         self.width = width
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        boundary = self.boundary(device_mesh)
-        self.place_parameters(module, boundary)
-        prepend_input_hook(module, first_input(boundary, REPLICATE, REPLICATE))
-        append_output_hook(module, functools.partial(_share_columns, boundary, self.width or 0))
-        return module
+    def _output_hook(self, boundary: ModuleBoundary) -> Hook:
+        return functools.partial(_share_columns, boundary, self.width or 0)
 
 
 def _share_columns(boundary: ModuleBoundary, width: int, output: DTensor) -> torch.Tensor:
