@@ -18,12 +18,14 @@ from shardwise.core.sizes import lengths
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.parallel.resolve import (
+    Placed,
     Resolved,
     Target,
     describe_style,
     entry_of,
     fit_heads,
     fits,
+    note_placed,
     problems,
     readable,
     resolve,
@@ -281,8 +283,9 @@ def check_plan(module: nn.Module, plan: Plan, device_mesh: DeviceMesh | int) -> 
     except ShardwiseError as error:
         wrong.append(error)
     names = {id(p): name for name, p in module.named_parameters()}
-    placed = _placements((*found.targets, *added))
-    placed = {i: placement for i, placement in placed.items() if i in names}
+    noted: dict[int, Placed] = {}
+    note_placed(noted, (*found.targets, *added))
+    placed = {i: each.placement for i, each in noted.items() if i in names}
     sizes = [0] * num_ranks
     for parameter in module.parameters():
         for rank, size in enumerate(_bytes(parameter, placed.get(id(parameter)), num_ranks)):
@@ -295,17 +298,6 @@ def check_plan(module: nn.Module, plan: Plan, device_mesh: DeviceMesh | int) -> 
         (*map(str, wrong), *found.unmatched),
         _doubts(module, found.targets, placed),
     )
-
-
-def _placements(targets: tuple[Target, ...]) -> dict[int, Placement]:
-    """The placement of each parameter that a target places, by the parameter's id."""
-    placed: dict[int, Placement] = {}
-    for target in filter(fits, targets):
-        parameters = dict(target.module.named_parameters(remove_duplicate=False))
-        for name, placement in target.style.parameter_placements(target.module).items():
-            if name in parameters:
-                placed.setdefault(id(parameters[name]), placement)
-    return placed
 
 
 def _bytes(parameter: torch.Tensor, placement: Placement | None, num_ranks: int) -> list[int]:

@@ -207,7 +207,7 @@ def problems(targets: list[Target]) -> list[ShardwiseError]:
             target.style.check(target.module)
         except ShardwiseError as error:
             found.append(error)
-    return found + _decided_twice(targets) + _tied_apart(targets)
+    return found + _decided_twice(targets) + note_placed({}, targets)
 
 
 def fits(target: Target) -> bool:
@@ -236,8 +236,16 @@ def _decided_twice(targets: list[Target]) -> list[ShardwiseError]:
     return found
 
 
-def _tied_apart(targets: list[Target]) -> list[ShardwiseError]:
-    placed: dict[int, tuple[str, Placement]] = {}
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a plan places a parameter, and the name under which it does."""
+
+    name: str
+    placement: Placement
+
+
+def note_placed(placed: dict[int, Placed], targets: Iterable[Target]) -> list[ShardwiseError]:
+    """Add what targets place, by the id of each parameter; returns the contradictions."""
     found: list[ShardwiseError] = []
     for target in filter(fits, targets):
         parameters = dict(target.module.named_parameters(remove_duplicate=False))
@@ -245,13 +253,14 @@ def _tied_apart(targets: list[Target]) -> list[ShardwiseError]:
             if name not in parameters:
                 continue
             full = f"{target.path}.{name}" if target.path else name
-            first, where = placed.setdefault(id(parameters[name]), (full, placement))
-            if where != placement:
+            first = placed.setdefault(id(parameters[name]), Placed(full, placement))
+            if first.placement != placement:
                 found.append(
                     LayoutError(
-                        f"{first!r} and {full!r} are one parameter, and the plan places it as "
-                        f"{where} and as {placement}. Choose styles that place it alike, such as a "
-                        "rowwise embedding and a colwise head."
+                        f"{first.name!r} and {full!r} are one parameter, and the plan places it as "
+                        f"{first.placement} and as {placement}. Name both modules in the plan, "
+                        "with styles that place it alike, such as a rowwise embedding and a "
+                        "colwise head."
                     )
                 )
     return found

@@ -24,11 +24,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.core.mesh import grid_of
-from shardwise.core.placements import REPLICATE, Placement
+from shardwise.core.placements import REPLICATE
 from shardwise.dtensor.tensor import DTensor
-from shardwise.errors import LayoutError, ShardwiseError, UnsupportedError
-from shardwise.parallel.resolve import Target, fits
-from shardwise.parallel.style import ParallelStyle, is_parallel, owner_of, tensor_axis
+from shardwise.errors import UnsupportedError
+from shardwise.parallel.resolve import Placed, Target, fits, note_placed
+from shardwise.parallel.style import ParallelStyle, is_parallel, tensor_axis
 from shardwise.parallel.styles import ColwiseParallel, ReplicateParallel, RowwiseParallel
 
 #: Above it, one search for all modules is faster than one for what refers to the parameters.
@@ -132,20 +132,12 @@ def tie_again(groups: Iterable[list[Owner]]) -> None:
                 owner.module._parameters[owner.name] = made
 
 
-@dataclass(frozen=True, slots=True)
-class _TiedPlacement:
-    """The placement of a parameter, and the name under which the plan gives it."""
-
-    name: str
-    placement: Placement
-
-
 def counterparts(groups: Sequence[list[Owner]], targets: Iterable[Target]) -> list[Target]:
     """Targets for the other modules that share parameters with `targets`.
 
     Raises where a parameter cannot stay tied; nothing is changed.
     """
-    placed: dict[int, _TiedPlacement] = {}
+    placed: dict[int, Placed] = {}
     covered: set[int] = set()
     for target in filter(fits, targets):
         _note(placed, target)
@@ -154,11 +146,16 @@ def counterparts(groups: Sequence[list[Owner]], targets: Iterable[Target]) -> li
     return _spread(groups, placed, covered)
 
 
+def _note(placed: dict[int, Placed], target: Target) -> None:
+    for contradiction in note_placed(placed, [target]):
+        raise contradiction
+
+
 def distributed_since(
     groups: Sequence[list[Owner]], before: set[int], targets: Iterable[Target], mesh: DeviceMesh
 ) -> list[Target]:
     """The same for parameters that styles distributed undeclared: DTensors not in `before`."""
-    placed: dict[int, _TiedPlacement] = {}
+    placed: dict[int, Placed] = {}
     covered: set[int] = set()
     for target in targets:
         if "parameters" in target.style.decides or not target.style.decides:
@@ -169,12 +166,12 @@ def distributed_since(
             continue
         if parameter._layout.grid is grid_of(mesh):
             where = parameter.placements[tensor_axis(mesh)]
-            placed[id(parameter)] = _TiedPlacement(group[0].full_name, where)
+            placed[id(parameter)] = Placed(group[0].full_name, where)
     return _spread(groups, placed, covered)
 
 
 def _spread(
-    groups: Sequence[list[Owner]], placed: dict[int, _TiedPlacement], covered: set[int]
+    groups: Sequence[list[Owner]], placed: dict[int, Placed], covered: set[int]
 ) -> list[Target]:
     added: list[Target] = []
     seen: set[tuple[int, str]] = set()
@@ -198,23 +195,7 @@ def _spread(
         _note(placed, target)
 
 
-def _note(placed: dict[int, _TiedPlacement], target: Target) -> None:
-    for name, placement in target.style.parameter_placements(target.module).items():
-        module, key = owner_of(target.module, name)
-        parameter = module._parameters.get(key)
-        if parameter is None:
-            continue
-        full = f"{target.path}.{name}" if target.path else name
-        first = placed.setdefault(id(parameter), _TiedPlacement(full, placement))
-        if first.placement != placement:
-            raise LayoutError(
-                f"{first.name!r} and {full!r} are one parameter, and would be placed as "
-                f"{first.placement} and as {placement}. Name both modules in the plan, with styles "
-                "that place it alike, such as a rowwise embedding and a colwise head."
-            )
-
-
-def _counterpart(owner: Owner, placed: dict[int, _TiedPlacement]) -> Target:
+def _counterpart(owner: Owner, placed: dict[int, Placed]) -> Target:
     """A target for a module that uses a tied parameter, with whole inputs and outputs."""
     module = owner.module
     needed = {
@@ -224,11 +205,9 @@ def _counterpart(owner: Owner, placed: dict[int, _TiedPlacement]) -> Target:
     }
     for style in _whole_outside(module):
         style.path = owner.path
-        places = style.parameter_placements(module)
-        if all(places.get(name) == placement for name, placement in needed.items()) and _fit(
-            style, module
-        ):
-            return Target(owner.path, owner.path, module, style)
+        target = Target(owner.path, owner.path, module, style)
+        if needed.items() <= dict(style.parameter_placements(module)).items() and fits(target):
+            return target
     place = placed[id(owner.parameter)]
     raise UnsupportedError(
         f"{owner.full_name!r} and {place.name!r} are one parameter, which the plan places as "
@@ -246,14 +225,6 @@ def _whole_outside(module: nn.Module) -> list[ParallelStyle]:
         ColwiseParallel(output_layouts=REPLICATE),
         RowwiseParallel(input_layouts=REPLICATE),
     ]
-
-
-def _fit(style: ParallelStyle, module: nn.Module) -> bool:
-    try:
-        style.check(module)
-    except ShardwiseError:
-        return False
-    return True
 
 
 def may_read(module: nn.Module, name: str) -> bool:
