@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -166,6 +167,23 @@ class Counting(nn.Module):
 
     def set_extra_state(self, state):
         self.count = state["count"]
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_named_tuples_of_tensors_and_of_numbers(tmp_path):
+    state = {"moments": Pair(torch.ones(2), torch.ones(3)), "range": Pair(1, 2.5)}
+    save(state, tmp_path / "saved")
+    blank = {"moments": Pair(torch.zeros(2), torch.zeros(3)), "range": Pair(0, 0.0)}
+    found = load(blank, tmp_path / "saved")
+    assert found["range"] == Pair(1, 2.5)
+    assert type(found["range"]) is Pair
+    assert type(found["moments"]) is Pair
+    assert found["moments"].second is blank["moments"].second
+    assert found["moments"].second.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_extra_state_of_a_module(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +42,6 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import CheckpointError, CheckpointWarning
 from shardwise.random import new_parts
 
-Finish = Callable[[], Any]
 #: Saved names, and what is filled with them.
 Targets = list[tuple[str, Any]]
 
@@ -52,13 +53,17 @@ class _Loading:
     what: str
     load: Callable[[], Any]
     unload: Callable[[], Any]
+    #: Whether to load it once more when all tensors are filled: the first time only shows whether
+    #: it refuses something.
+    again: bool = False
 
 
 class Matching:
     """Matches a state with the saved tree: which saved tensor goes into which target."""
 
     index: Index
-    finish: Finish
+    #: The state with the plain values that were saved; its tensors are yet to be filled.
+    state: Any
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
@@ -73,23 +78,12 @@ class Matching:
         self._optimizers: list[tuple[Any, Node, str]] = []
         self._objects: list[_Loading] = []
         self._loaded: list[_Loading] = []
-        self._rest: list[_Loading] = []
 
     def match_all(self, state: Any) -> None:
         """Match a state with the index; optimizers last, as their parameters need names."""
-        self.finish = self.match(state, self.index.node, "")
+        self.state = self._match(state, self.index.node, "")
         for optimizer, node, name in self._optimizers:
             self._match_optimizer(optimizer, node, name)
-
-    def _add_loading(self, what: str, load: Finish, unload: Finish, again: bool = False) -> None:
-        """Load an object before tensors are filled.
-
-        With `again`, also afterwards: the first time only shows whether it refuses something.
-        """
-        loading = _Loading(what, load, unload)
-        self._objects.append(loading)
-        if again:
-            self._rest.append(loading)
 
     def load_objects(self) -> None:
         for each in self._objects:
@@ -103,8 +97,9 @@ class Matching:
                 each.unload()
 
     def load_rest(self) -> None:
-        for each in self._rest:
-            _call(each)
+        for each in self._objects:
+            if each.again:
+                _call(each)
 
     def raise_faults(self) -> None:
         if self._faults:
@@ -142,30 +137,32 @@ class Matching:
 
     # -- walking -----------------------------------------------------------------------------
 
-    def match(self, state: Any, node: Node, name: str) -> Finish:
-        """Collect the tensors of `state`; the result returns the state once they are filled."""
+    def _match(self, state: Any, node: Node, name: str) -> Any:
+        """Collect the tensors of `state`; returns it with the plain values that were saved."""
         if isinstance(state, nn.Module):
-            return self._match_module(state, node, name)
-        if is_tensor(state):
-            return self._match_tensor(state, node, name)
-        if is_optimizer(state):
+            self._match_module(state, node, name)
+        elif is_tensor(state):
+            self._match_tensor(state, node, name)
+        elif is_optimizer(state):
             self._optimizers.append((state, node, name))
-            return lambda: state
-        if is_stateful(state):
-            return self._match_stateful(state, node, name)
-        if isinstance(state, Mapping):
+        elif is_stateful(state):
+            self._match_stateful(state, node, name)
+        elif isinstance(state, Mapping):
             return self._match_table(state, node, name)
-        if isinstance(state, (list, tuple)) and any(map(_has_targets, state)):
+        elif isinstance(state, (list, tuple)) and any(map(_has_targets, state)):
             return self._match_list(state, node, name)
-        values = self._restored(state, node, self.targets)
-        return lambda: values
+        else:
+            return self._restored(state, node, self.targets)
+        return state
 
-    def _match_tensor(self, state: Any, node: Node, name: str) -> Finish:
+    def _differs(self, name: str, kind: str) -> None:
+        self._faults.append(f"{name or 'The state'} is {kind} here, but not as saved.")
+
+    def _match_tensor(self, state: Any, node: Node, name: str) -> None:
         if not (isinstance(node, dict) and "tensor" in node):
-            self._faults.append(f"{name or 'The state'} is a tensor here, but not as saved.")
+            self._differs(name, "a tensor")
         else:
             self._want(node["tensor"], state, self.targets)
-        return lambda: state
 
     def _want(self, saved_name: str, target: Any, targets: Targets) -> None:
         saved = self.index.tensor(saved_name)
@@ -178,32 +175,32 @@ class Matching:
         else:
             targets.append((saved_name, target))
 
-    def _match_table(self, state: Mapping[Any, Any], node: Node, name: str) -> Finish:
+    def _match_table(self, state: Mapping[Any, Any], node: Node, name: str) -> Any:
         rows = children(node)
         if rows is None:
-            self._faults.append(f"{name or 'The state'} is a table here, but not as saved.")
-            return lambda: state
-        finishes = {}
+            self._differs(name, "a table")
+            return state
+        found = dict(state)
         for key, value in state.items():
             if key in rows:
-                finishes[key] = self.match(value, rows[key], joined(name, key))
+                found[key] = self._match(value, rows[key], joined(name, key))
             elif self.strict:
                 self._faults.append(f"{joined(name, key)} was not saved.")
-        return lambda: {k: finishes[k]() if k in finishes else v for k, v in state.items()}
+        return found
 
-    def _match_list(self, state: Any, node: Node, name: str) -> Finish:
+    def _match_list(self, state: Any, node: Node, name: str) -> Any:
         items = (node.get("list") or node.get("tuple")) if isinstance(node, dict) else None
         if items is None or len(items) != len(state):
-            self._faults.append(f"{name} is a list of {len(state)} here, but not as saved.")
-            return lambda: state
-        finishes = [self.match(v, items[i], joined(name, i)) for i, v in enumerate(state)]
-        return lambda: type(state)([finish() for finish in finishes])
+            self._differs(name, f"a list of {len(state)}")
+            return state
+        found = [self._match(v, items[i], joined(name, i)) for i, v in enumerate(state)]
+        return _as(state, found)
 
-    def _match_module(self, module: nn.Module, node: Node, name: str) -> Finish:
+    def _match_module(self, module: nn.Module, node: Node, name: str) -> None:
         rows = children(node)
         if rows is None:
-            self._faults.append(f"{name or 'The state'} is a module here, but not as saved.")
-            return lambda: module
+            self._differs(name, "a module")
+            return
         mine = module_state(module)
         if self.strict:
             tied = _tied(mine)
@@ -231,21 +228,20 @@ class Matching:
         if not in_place:
             # The module's own tensors are filled in place; extra state, and what a hook made, go
             # through its load_state_dict.
-            self._add_loading(
-                name,
-                lambda: module.load_state_dict(filled, strict=self.strict),
-                lambda: module.load_state_dict(before, strict=False),
-                again=True,
+            self._objects.append(
+                _Loading(
+                    name,
+                    lambda: module.load_state_dict(filled, strict=self.strict),
+                    lambda: module.load_state_dict(before, strict=False),
+                    again=True,
+                )
             )
-        return lambda: module
 
-    def _match_stateful(self, state: Any, node: Node, name: str) -> Finish:
+    def _match_stateful(self, state: Any, node: Node, name: str) -> None:
         before = _copied(state.state_dict())
         tree = self._restored(before, node, self.object_targets)
-        self._add_loading(
-            name, lambda: state.load_state_dict(tree), lambda: state.load_state_dict(before)
-        )
-        return lambda: state
+        load, unload = (functools.partial(state.load_state_dict, each) for each in (tree, before))
+        self._objects.append(_Loading(name, load, unload))
 
     def _match_optimizer(self, optimizer: Any, node: Node, name: str) -> None:
         now = optimizer.state_dict()
@@ -255,7 +251,7 @@ class Matching:
             self._match_stateful(optimizer, node, name)
             return
         if saved is None:
-            self._faults.append(f"{name or 'The state'} is an optimizer here, but not as saved.")
+            self._differs(name, "an optimizer")
             return
         try:
             fitted = fit(own, len(now["param_groups"]), [g.keys for g in saved.groups], self.strict)
@@ -272,14 +268,9 @@ class Matching:
                 "load it with them."
             )
         self.unused[name] = fitted.unused
-        tree = self._optimizer_tree(now, own, saved, fitted)
-        before = _copied(now)
-        self._add_loading(
-            name,
-            lambda: optimizer.load_state_dict(tree),
-            lambda: optimizer.load_state_dict(before),
-            again=True,
-        )
+        trees = (self._optimizer_tree(now, own, saved, fitted), _copied(now))
+        load, unload = (functools.partial(optimizer.load_state_dict, tree) for tree in trees)
+        self._objects.append(_Loading(name, load, unload, again=True))
 
     def _optimizer_tree(
         self, now: Any, own: Sequence[OwnParameter], saved: SavedOptimizer, fitted: Fit
@@ -340,16 +331,18 @@ class Matching:
                 for key, row in rows.items()
             }
         if isinstance(node, dict) and ("list" in node or "tuple" in node):
-            kind = list if "list" in node else tuple
-            items_now = now if isinstance(now, (list, tuple)) else ()
-            found = [
-                self._restored(
-                    items_now[i] if i < len(items_now) else None, item, targets, parameter
-                )
-                for i, item in enumerate(next(iter(node.values())))
-            ]
-            return kind(found)
+            ((kind, rows),) = node.items()
+            here = now[: len(rows)] if isinstance(now, (list, tuple)) else ()
+            pairs = itertools.zip_longest(here, rows)
+            found = [self._restored(item, row, targets, parameter) for item, row in pairs]
+            alike = isinstance(now, tuple) and len(now) == len(rows)
+            return found if kind == "list" else _as(now if alike else (), found)
         return decode(node, _no_tensor)
+
+
+def _as(like: Any, items: list[Any]) -> Any:
+    """The items in a list or tuple of the type of `like`, such as a named tuple."""
+    return getattr(type(like), "_make", type(like))(items)
 
 
 def _call(loading: _Loading) -> None:
@@ -456,7 +449,7 @@ def load(state: Any, path: str | os.PathLike[str], *, strict: bool = True) -> An
         _fill(matching, reader, crew)
     for text in matching.warnings if crew.leads else ():
         warnings.warn(text, CheckpointWarning, stacklevel=2)
-    return matching.finish()
+    return matching.state
 
 
 @torch.no_grad()

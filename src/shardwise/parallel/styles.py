@@ -441,7 +441,8 @@ class PrepareModuleOutput(ParallelStyle):
             _moved(boundary, x, given, wanted, f"output {number}", self.use_local_output)
             for number, (x, given, wanted) in enumerate(layouts)
         ]
-        return _like(output, moved) if several else moved[0]
+        make = getattr(type(output), "_make", type(output))  # of a named tuple
+        return make(moved) if several else moved[0]
 
 
 class PrepareModuleInputOutput(ParallelStyle):
@@ -615,10 +616,3 @@ def _moved(
         return x
     moved = boundary.enter(x, given, wanted, name)
     return boundary.to_local(moved) if local else moved
-
-
-def _like(output: Any, items: list[Any]) -> Any:
-    """`items` in the kind of sequence that the module returned."""
-    if hasattr(output, "_fields"):  # a named tuple
-        return type(output)(*items)
-    return type(output)(items)

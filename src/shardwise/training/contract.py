@@ -160,17 +160,10 @@ class MeshAxes:
     def size(self) -> int:
         return math.prod(self.grid.shape[a] for a in self.axes)
 
-    @property
-    def names(self) -> str:
-        return ", ".join(repr(self.grid.axis_name(a)) for a in self.axes)
-
-    def each(self) -> list[Axis]:
-        return [(self.grid, axis) for axis in self.axes]
-
     def collectives(self) -> list[Axis]:
         """The axes of collectives over all of them: a flattened axis takes one collective."""
         if len(self.axes) < 2 or self.given.num_axes > 1:
-            return self.each()
+            return [(self.grid, axis) for axis in self.axes]
         return [(self.given, 0) if len(self.given.submeshes) == 1 else _joined(self)]
 
     def crosses(self, grid: Grid, axis: int) -> bool:

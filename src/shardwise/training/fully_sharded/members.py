@@ -149,7 +149,7 @@ def mapped(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         parts = [mapped(item, fn) for item in value]
         if all(a is b for a, b in zip(parts, value, strict=True)):
             return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return getattr(type(value), "_make", type(value))(parts)  # of a named tuple
     return value
 
 
