@@ -149,12 +149,8 @@ def kinds_on_all_ranks(parameters: Sequence[nn.Parameter], axes: Sequence[Axis])
 def _kind(grad: torch.Tensor | None) -> int:
     if grad is None:
         return NOTHING
-    return ROWS if _holds_rows(grad) else DENSE
-
-
-def _holds_rows(grad: torch.Tensor) -> bool:
     here = one_part(grad)
-    return here.is_sparse and here.sparse_dim() == 1
+    return ROWS if here.is_sparse and here.sparse_dim() == 1 else DENSE
 
 
 def average_rows(parameter: nn.Parameter, reduction: Reduction) -> None:

@@ -67,10 +67,7 @@ class Reduction:
     @property
     def share(self) -> float:
         """A rank's share of the mean: 1 over the number of ranks."""
-        share = 1.0
-        for grid, axis in self.means:
-            share /= grid.shape[axis]
-        return share
+        return 1 / math.prod(grid.shape[axis] for grid, axis in self.means)
 
 
 def reduction_of(parameter: torch.Tensor, declared: Sequence[DataAxes]) -> Reduction | None:

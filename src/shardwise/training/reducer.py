@@ -120,12 +120,9 @@ class DeclaredModule:
     def attend(self, *_: Any) -> None:
         """Before the module's forward: its parameters may have changed."""
         # Without data axes there is nothing to do after the check of plain gradients.
-        if (self.data_axes or self.waits_for_check) and not torch.compiler.is_compiling():
+        unchecked = self.reducer is not None and self.reducer.unchecked
+        if (self.data_axes or unchecked) and not torch.compiler.is_compiling():
             self.follow()
-
-    @property
-    def waits_for_check(self) -> bool:
-        return self.reducer is not None and self.reducer.unchecked
 
     @untraced
     def follow(self) -> None:
@@ -339,12 +336,7 @@ class Reducer:
                 "reduced gradients."
             )
         if grad is not None and grad.requires_grad and id(parameter) in self.reductions:
-            raise UnsupportedError(
-                "backward(create_graph=True) of a data-parallel module: gradients that are reduced "
-                "have no history, so that they cannot be differentiated again. Use "
-                "torch.autograd.grad(loss, tensors, create_graph=True) for what a penalty needs, "
-                "and call backward() on the sum of loss and penalty."
-            )
+            raise without_history("a data-parallel module")
         if not self.queued:
             self._begin()
         place = self.number.get(id(parameter))
@@ -461,6 +453,15 @@ class Reducer:
             self.retire()
 
 
+def without_history(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"backward(create_graph=True) of {what}: gradients that are reduced have no history, so "
+        "that they cannot be differentiated again. Use torch.autograd.grad(loss, tensors, "
+        "create_graph=True) for what a penalty needs, and call backward() on the sum of loss and "
+        "penalty."
+    )
+
+
 def _may_be_shared(parameter: torch.Tensor) -> bool:
     """Whether one tensor may hold the reduced gradient of ranks whose own gradients differ."""
     if isinstance(parameter, DTensor):
@@ -487,16 +488,14 @@ def _room_per_rank(parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
 
     @own_hook
     @untraced
-    def spread(grad: torch.Tensor) -> None:
-        held = parameter.grad
+    def spread(grad: Any) -> None:
+        held: Any = parameter.grad
         if is_per_rank(grad) and type(held) is torch.Tensor:
             parameter.grad = copy_per_rank(held, grad)
-        elif type(grad) is type(held) is DTensor and _rosters_differ(held, grad):
+        elif type(grad) is type(held) is DTensor and (
+            roster_of(grad._local) is not roster_of(held._local)
+        ):
             local = copy_per_rank(held._local, grad._local)
             parameter.grad = DTensor._wrap(local, held._layout)
 
     return spread
-
-
-def _rosters_differ(one: DTensor, other: DTensor) -> bool:
-    return roster_of(one._local) is not roster_of(other._local)

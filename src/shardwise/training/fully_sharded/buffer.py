@@ -18,9 +18,10 @@ from torch import nn
 
 from shardwise.comm import collectives
 from shardwise.comm.watch import because
-from shardwise.core.layout import Layout, contiguous_stride, make_layout
+from shardwise.core.layout import contiguous_stride
 from shardwise.core.mesh import Coordinate, Grid, grid_like
 from shardwise.core.untraced import without_autocast
+from shardwise.dtensor.autograd import with_dtype
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.simulation.ranks import each_rank, localize, one_part, parts_of, roster_of, sized
@@ -212,10 +213,6 @@ class FlatBuffer:
             for member, local in zip(self.members, self.shards(), strict=True):
                 parameter: Any = member.parameter
                 parameter._local, member.layout = local, parameter._layout
-
-    def version(self) -> int:
-        """Changes with writes to a parameter, as far as torch counts them."""
-        return sum(member.parameter._version for member in self.members)
 
     # -- gathering ---------------------------------------------------------------------------
 
@@ -499,16 +496,7 @@ def _rows(tensor: torch.Tensor, piece: FlatPiece) -> torch.Tensor:
 def _outside(member: Member, local: torch.Tensor) -> torch.Tensor:
     """A gathered parameter as its module uses it."""
     if member.whole is not None:
-        layout = member.whole
-        if one_part(local).dtype != layout.dtype:
-            layout = layout_as(layout, one_part(local).dtype)
-        return DTensor._wrap(local, layout)
+        return DTensor._wrap(local, with_dtype(member.whole, one_part(local).dtype))
     roster = roster_of(local)
     # One tensor for all ranks is a plain tensor, as it was before.
     return one_part(local) if roster is None or roster.num_parts == 1 else sized(local)
-
-
-def layout_as(layout: Layout, dtype: torch.dtype) -> Layout:
-    return make_layout(
-        layout.grid, layout.placements, layout.shape, layout.stride, dtype, layout.order
-    )

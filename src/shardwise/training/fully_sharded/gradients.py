@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -244,10 +245,7 @@ class GroupGradients:
         place = self.place
         ours = [place.grid.shape[axis] for axis in (place.axis, *place.replicas)]
         others = [member.layout.grid.shape[axis] for axis in partial]
-        share = 1.0
-        for size in (*ours, *others):
-            share /= size
-        return share
+        return 1 / math.prod((*ours, *others))
 
     @torch.no_grad()
     def reduce_late(self, rows: RowsInFlight) -> None:
@@ -296,7 +294,8 @@ class GroupParameters:
         return [member for buffer in self.buffers for member in buffer.members]
 
     def version(self) -> int:
-        return sum(buffer.version() for buffer in self.buffers)
+        """Changes with writes to a parameter, as far as torch counts them."""
+        return sum(member.parameter._version for member in self.members)
 
     # -- gathering ---------------------------------------------------------------------------
 

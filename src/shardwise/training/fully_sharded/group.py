@@ -14,6 +14,7 @@ after everything else, and reductions overlap with the rest of backward.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from torch import nn
 from shardwise._torch.autograd import after_backward, in_backward
 from shardwise._torch.dispatch import outside_checkpoints
 from shardwise.core.untraced import UntracedFunction, untraced
-from shardwise.errors import LeafError, UnsupportedError
+from shardwise.errors import LeafError
 from shardwise.training.fully_sharded.gradients import (
     SHARDED,
     STARTED,
@@ -43,7 +44,7 @@ from shardwise.training.fully_sharded.members import (
     mapped,
     tensors_in,
 )
-from shardwise.training.reducer import declared_module
+from shardwise.training.reducer import declared_module, without_history
 
 #: The groups whose modules' forward runs now, outermost first.
 _forwards: list[ParameterGroup] = []
@@ -88,9 +89,8 @@ class ParameterGroup:
         self.pinned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        at_rest = {"depth": 0, "running": [], "twice": None, "token": None, "call": None}
-        at_rest["unended"] = None
-        return {**self.__dict__, **at_rest, "pinned": False}
+        nothing = dict.fromkeys(("twice", "token", "call", "unended"))
+        return {**self.__dict__, **nothing, "depth": 0, "running": [], "pinned": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, twice=weakref.WeakSet())
@@ -364,12 +364,7 @@ class Unshard(UntracedFunction):
     def backward(ctx: Any, *grads: Any) -> Any:
         group: ParameterGroup = ctx.group
         if torch.is_grad_enabled():
-            raise UnsupportedError(
-                "backward(create_graph=True) of a fully sharded module: gradients that are reduced "
-                "have no history, so that they cannot be differentiated again. Use "
-                "torch.autograd.grad(loss, tensors, create_graph=True) for what a penalty needs, "
-                "and call backward() on the sum of loss and penalty."
-            )
+            raise without_history("a fully sharded module")
         group.hub.attend_end()
         group.gradients.reduce(dict(zip(ctx.numbers, grads, strict=True)), group.hub.rows)
         group.done(ctx.call)
@@ -468,7 +463,7 @@ class Hub:
         return len(self.calls) == len(order) and order[-1] is self.calls[-1].group is group
 
     def prefetch(self, groups: Iterator[ParameterGroup], most: int) -> None:
-        for _, group in zip(range(most), groups, strict=False):
+        for group in itertools.islice(groups, most):
             group.parameters.start()
 
     def attend_end(self) -> None:
