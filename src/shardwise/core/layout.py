@@ -15,14 +15,14 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.core.box import Box
 from shardwise.core.mesh import Coordinate, Grid
-from shardwise.core.placements import NormPartial, Partial, Placement, Replicate, Shard, short
+from shardwise.core.placements import REPLICATE, NormPartial, Partial, Placement, Shard, short
 from shardwise.core.sizes import Size, lengths, noted, settled, shard_range
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
 
@@ -77,6 +77,14 @@ class Layout:
         return make_layout(
             self.grid, placements, self.shape, self.stride, self.dtype, order or self.order
         )
+
+    def reduced(self, axes: Container[int] | None = None) -> Layout:
+        """The same layout, replicated where it is Partial, on these axes or on all."""
+        placements = tuple(
+            REPLICATE if isinstance(p, Partial) and (axes is None or axis in axes) else p
+            for axis, p in enumerate(self.placements)
+        )
+        return self if placements == self.placements else self.with_placements(placements)
 
     def with_sizes(self, shape: Sequence[Size], stride: Sequence[Size]) -> Layout:
         """The same layout with other symbols for its sizes; itself where nothing changes."""
@@ -248,7 +256,7 @@ def normalize(
 ) -> tuple[Placement, ...]:
     """Placements as layouts keep them: checked, without negative dims or redundant sizes."""
     if placements is None:
-        return (Replicate(),) * grid.num_axes
+        return (REPLICATE,) * grid.num_axes
     if isinstance(placements, Placement):
         placements = (placements,)
     given = tuple(placements)
@@ -438,3 +446,18 @@ def dense_stride(shape: Sequence[Size], outermost_first: Sequence[int]) -> Shape
     """
     dense = contiguous_stride([shape[d] for d in outermost_first])
     return tuple(dense[outermost_first.index(d)] for d in range(len(shape)))
+
+
+def shares_entries(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether several entries may be one place in memory.
+
+    >>> shares_entries((3, 2), (2, 1)), shares_entries((3, 2), (1, 1))
+    (False, True)
+    """
+    reach = 0
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1:
+            if step <= reach:
+                return True
+            reach += step * (size - 1)
+    return False

@@ -22,7 +22,7 @@ import torch
 from shardwise._torch.dispatch import OpOverload
 from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout
-from shardwise.core.placements import REPLICATE, Partial, Replicate
+from shardwise.core.placements import Partial, Replicate
 from shardwise.dispatch.catalog import (
     Path,
     at_path,
@@ -164,9 +164,9 @@ def _reducing(
     Where the axes are not `linear`, every rank adds the whole to its product. It was multiplied by
     a number that is not finite, so it does not matter how often.
     """
-    inputs = tuple(_reduced_along(layout, axes) for layout in plan.inputs)
+    inputs = tuple(layout.reduced(axes) for layout in plan.inputs)
     out = plan.outputs[0]
-    once = replace(plan, inputs=inputs, outputs=(_reduced_along(out, linear),))
+    once = replace(plan, inputs=inputs, outputs=(out.reduced(linear),))
     call = call_local(once)
     moves: list[tuple[Path, Sequence[Step], Layout, Run]] = []
     for path, layout, target in zip(paths, plan.inputs, inputs, strict=True):
@@ -188,11 +188,3 @@ def _reducing(
         return operands[written[0]].copy_(terms) if written else terms
 
     return run
-
-
-def _reduced_along(layout: Layout, axes: frozenset[int]) -> Layout:
-    placements = tuple(
-        REPLICATE if axis in axes and isinstance(p, Partial) else p
-        for axis, p in enumerate(layout.placements)
-    )
-    return layout if placements == layout.placements else layout.with_placements(placements)

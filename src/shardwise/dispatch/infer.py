@@ -23,7 +23,7 @@ from shardwise._torch.dispatch import (
     outside_modes,
 )
 from shardwise._torch.functions import detect_fake_mode, tree_leaves, tree_map, tree_map_only
-from shardwise.core.layout import Layout, contiguous_stride
+from shardwise.core.layout import Layout, contiguous_stride, shares_entries
 from shardwise.core.sizes import noted
 from shardwise.dispatch.rule import Rule, TensorMeta
 from shardwise.dispatch.shapes import ASKED, SHAPES, iterated_stride, with_kernel_strides
@@ -165,16 +165,9 @@ def _shares_entries(x: Any) -> bool:
     """Whether several entries are one place in memory."""
     if not isinstance(x, torch.Tensor):
         return False
-    steps = list(zip(x.stride(), x.shape, strict=True))
-    if any(type(part) is not int for step in steps for part in step):
-        return any(type(stride) is int and stride == 0 for stride, _ in steps)
-    reach = 0
-    for stride, size in sorted(steps):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
-    return False
+    if any(type(part) is not int for part in (*x.shape, *x.stride())):
+        return any(type(stride) is int and stride == 0 for stride in x.stride())
+    return shares_entries(x.shape, x.stride())
 
 
 def outputs_of(
@@ -328,21 +321,24 @@ def _raised(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exceptio
 
 
 def faked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments with fake tensors in place of layouts and tensors."""
+    """Arguments with fake tensors in place of layouts and tensors; one tensor stays one."""
     kwargs = dict(kwargs)
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")  # a real one would allocate
-    return tree_map(_fake, list(args)), tree_map(_fake, kwargs)
+    made: dict[int, torch.Tensor] = {}
 
+    def fake(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Generator):
+            return None  # some shape functions accept no generator, and no shape depends on it
+        if isinstance(leaf, Layout):
+            return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in made:
+            made[id(leaf)] = torch.empty_strided(
+                leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"
+            )
+        return made.get(id(leaf), leaf)
 
-def _fake(leaf: Any) -> Any:
-    if isinstance(leaf, Layout):
-        return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
-    if isinstance(leaf, torch.Tensor):
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-    if isinstance(leaf, torch.Generator):
-        return None  # some shape functions accept no generator, and no shape depends on it
-    return leaf
+    return tree_map(fake, list(args)), tree_map(fake, kwargs)
 
 
 def _is_dense(leaf: Any) -> bool:

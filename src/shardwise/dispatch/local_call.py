@@ -23,6 +23,7 @@ from shardwise._torch.dispatch import (
     is_composite,
     outside_modes,
 )
+from shardwise._torch.functions import tree_leaves, tree_map_only
 from shardwise.comm.agreement import raise_together
 from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout, differing_axes, emptying_axes
@@ -101,31 +102,22 @@ def is_memory_of(result: Any, operands: Sequence[Any]) -> bool:
     Traced results are not checked: a graph returns new memory.
     """
     held = {part.untyped_storage()._cdata for part in _plain_parts(operands)}
-    found = [result] if isinstance(result, torch.Tensor) else result
-    return any(part.untyped_storage()._cdata in held for part in _plain_parts(found))
+    return any(part.untyped_storage()._cdata in held for part in _plain_parts(result))
 
 
 def _plain_parts(values: Any) -> Iterator[torch.Tensor]:
-    for value in values if isinstance(values, (list, tuple)) else ():
+    for value in tree_leaves(values):
         if isinstance(value, torch.Tensor):
             for part in parts_of(value):
                 if type(part) is torch.Tensor and part.layout is torch.strided:
                     yield part
-        else:
-            yield from _plain_parts(value)
 
 
 def unaliased(call: Callable[..., Any]) -> Callable[..., Any]:
     """`call`, with results in new memory."""
-
-    def run(*operands: Any, **kwargs: Any) -> Any:
-        result = call(*operands, **kwargs)
-        if isinstance(result, torch.Tensor):
-            return result.clone()
-        found = [x.clone() if isinstance(x, torch.Tensor) else x for x in result]
-        return found if isinstance(result, list) else tuple(found)
-
-    return run
+    return lambda *operands, **kwargs: tree_map_only(
+        torch.Tensor, torch.clone, call(*operands, **kwargs)
+    )
 
 
 def _local_call(op: Any, plan: CallPlan, binding: Callable[..., Any] | None) -> Callable[..., Any]:

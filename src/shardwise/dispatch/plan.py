@@ -11,7 +11,7 @@ import torch
 
 from shardwise._torch.dispatch import OpOverload
 from shardwise.comm.watch import because, watch
-from shardwise.core.layout import Layout, make_layout
+from shardwise.core.layout import Layout, make_layout, shares_entries
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE
 from shardwise.core.sizes import unrecorded
@@ -33,7 +33,6 @@ from shardwise.dispatch.rule import Call, TensorMeta
 from shardwise.dispatch.wrapped import count_on_lent, reduced_once
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.redistribute.execute import prepare
-from shardwise.redistribute.steps import Step
 from shardwise.simulation.ranks import my_coordinate, no_values
 
 aten = torch.ops.aten
@@ -147,16 +146,13 @@ def check_written_once(op: Any, layout: Layout) -> None:
     """
     if layout.symbolic or op in _OVERWRITES:
         return
-    reach = 0
-    for stride, size in sorted(zip(layout.stride, layout.shape, strict=True)):
-        if stride and size > 1:
-            if stride <= reach:
-                raise UnsupportedError(
-                    f"{op} would write to {layout!r}, of which several entries share memory, as "
-                    "after unfold(), and it cannot run in that memory. Write to the tensor "
-                    "itself, or clone() this one first."
-                )
-            reach += stride * (size - 1)
+    own = [d for d, step in enumerate(layout.stride) if step]
+    if shares_entries([layout.shape[d] for d in own], [layout.stride[d] for d in own]):
+        raise UnsupportedError(
+            f"{op} would write to {layout!r}, of which several entries share memory, as after "
+            "unfold(), and it cannot run in that memory. Write to the tensor itself, or clone() "
+            "this one first."
+        )
 
 
 def _symbolic_arguments(args: Sequence[Any]) -> bool:
@@ -201,7 +197,7 @@ def on_one_mesh(op: Any, given: Sequence[Any]) -> list[Layout]:
 def mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any], Sequence[Any]], None]:
     assert plan.steps is not None, "a plan without steps moves nothing"
     moving = [
-        (path, steps, plan.inputs[i], prepare(steps), _reduces(steps))
+        (path, steps, plan.inputs[i], prepare(steps), all(s.kind == "all_reduce" for s in steps))
         for i, (path, steps) in enumerate(zip(paths, plan.steps, strict=True))
         if steps
     ]
@@ -219,22 +215,12 @@ def mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any], Sequenc
         if not watch.on:
             return move(operands, args)
         if watch.strict:
-            _forbid(plan, moving)
+            for path, steps, target, *_ in moving:
+                forbid_move(plan.op, path[0], steps, target)
         with because(plan.op, implicit=True):
             return move(operands, args)
 
     return watched
-
-
-def _reduces(steps: Sequence[Step]) -> bool:
-    return all(step.kind == "all_reduce" for step in steps)
-
-
-def _forbid(
-    plan: CallPlan, moving: Sequence[tuple[Path, Sequence[Step], Layout, Any, Any]]
-) -> None:
-    for path, steps, target, _, _ in moving:
-        forbid_move(plan.op, path[0], steps, target)
 
 
 def _written_back(call: Callable[..., Any], position: int) -> Callable[..., Any]:

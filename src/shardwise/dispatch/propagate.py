@@ -381,13 +381,11 @@ def forbid_leaf_move(found: Layout, wanted: Layout) -> None:
     """Raise if bringing a gradient to the layout of its leaf sends anything."""
     steps = find_steps(found, wanted)
     if any(step.communicates for step in steps):
-        placements = tuple(REPLICATE if isinstance(p, Partial) else p for p in found.placements)
-        used = found.with_placements(placements)
         raise RedistributionError(
             f"The gradient of a leaf arrives as {found!r}, but the leaf is in "
             f"{short(wanted.placements)}: {_sent(steps)}, and communication must be explicit "
-            f"here. Use leaf.redistribute({_placed(used)}) in the forward pass, whose gradient is "
-            "brought back to the leaf."
+            f"here. Use leaf.redistribute({_placed(found.reduced())}) in the forward pass, "
+            "whose gradient is brought back to the leaf."
         )
 
 
@@ -409,11 +407,8 @@ def forbid_sent(
 
 
 def _sent(steps: Sequence[Step]) -> str:
-    source = steps[0].source
-    sizes = source.grid.shape
-    num_bytes = int(local_bytes(source.shape, source.dtype.itemsize, source.placements, sizes))
     talking = "; ".join(str(step) for step in steps if step.communicates)
-    return f"{talking} of about {num_bytes:,} bytes per rank"
+    return f"{talking} of about {int(local_bytes(steps[0].source)):,} bytes per rank"
 
 
 def _placed(layout: Layout) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from shardwise._torch.autograd import count_versions
 from shardwise._torch.dispatch import OpOverload
-from shardwise._torch.functions import tree_leaves, tree_map
+from shardwise._torch.functions import tree_leaves
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Partial
 from shardwise.dispatch.catalog import (
@@ -39,10 +39,10 @@ from shardwise.dispatch.plan import (
 from shardwise.dispatch.propagate import CallPlan
 from shardwise.dispatch.wrapped import (
     Wrapped,
+    as_layouts,
     count_on_lent,
     is_partial,
     recall,
-    reduced_layout,
     remember,
 )
 from shardwise.errors import LayoutError, UnsupportedError
@@ -95,7 +95,7 @@ def _through_reduction(
 ) -> Entry:
     terms: Layout = args[position]
     check_written_once(op, terms)
-    whole = reduced_layout(terms)
+    whole = terms.reduced()
     inner = make_entry(op, [*args[:position], whole, *args[position + 1 :]], kwargs)
     paths = list(tensor_paths(args))
     number = paths.index((position,))
@@ -262,11 +262,7 @@ class TensorByKeyword(Exception):
 
 
 def run_by_keyword(
-    op: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    run: Callable[..., Any],
-    as_layouts: Callable[[Any], Any],
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], run: Callable[..., Any]
 ) -> Any:
     """Run a call with DTensors in `kwargs`; `run` runs an op whose tensors are positional."""
     names = written_keywords(op)
@@ -280,18 +276,18 @@ def run_by_keyword(
             "new tensor. Call it without out=... where torch has such a form."
         )
     targets = [(name, t) for name in names for t in _listed(kwargs[name])]
-    fake = _call_fake(op, args, kwargs, as_layouts)
+    fake = _call_fake(op, args, kwargs)
     rest = {name: value for name, value in kwargs.items() if name not in names}
     if functional is None:
         assert write is not None, "refused above"
-        _check_shapes(op, args, targets, [fake[name] for name in names], as_layouts)
+        _check_shapes(op, args, targets, [fake[name] for name in names])
         return write(targets[0][1], args, rest.get("generator"))
     if torch.Tag.pointwise in functional.tags:
         for _, target in targets:
             check_overlaps(op, (target, *args))
     result = functional(*args, **rest)
     results = _listed(result)
-    _check_shapes(op, args, targets, results, as_layouts)
+    _check_shapes(op, args, targets, results)
     if any(t.dtype is not r.dtype for (_, t), r in zip(targets, results, strict=True)):
         check_target_dtypes(op, args, kwargs, names, [r.dtype for r in results])
     for (_, target), value in zip(targets, results, strict=True):
@@ -323,24 +319,9 @@ def without_out(op: OpOverload) -> OpOverload | None:
     return with_arguments(op.overloadpacket, wanted)
 
 
-def _call_fake(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], as_layouts: Callable[[Any], Any]
-) -> Mapping[str, Any]:
+def _call_fake(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Raise what torch raises on fake tensors; the keywords, with targets of the needed shapes."""
-    # A tensor that is read and written stays one tensor: some ops refuse that.
-    made: dict[int, torch.Tensor] = {}
-
-    def fake(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and id(leaf) not in made:
-            ((made[id(leaf)],), _) = faked([as_layouts(leaf)], {})
-        return made[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf
-
-    fake_args = tree_map(fake, list(args))
-    fake_kwargs: dict[str, Any] = tree_map(fake, dict(kwargs))
-    if fake_kwargs.get("device") is not None:
-        fake_kwargs["device"] = torch.device("meta")
-    if "generator" in fake_kwargs:
-        fake_kwargs["generator"] = None
+    fake_args, fake_kwargs = faked(args, kwargs)
     if torch.Tag.dynamic_output_shape in op.tags:
         return fake_kwargs  # data-dependent
     with torch.no_grad(), warnings.catch_warnings():
@@ -356,7 +337,6 @@ def _check_shapes(
     args: Sequence[Any],
     targets: Sequence[tuple[str, Any]],
     results: Sequence[torch.Tensor],
-    as_layouts: Callable[[Any], Any],
 ) -> None:
     """Refuse a target of another shape than the result: it cannot be resized."""
     for (name, given), needed in zip(targets, results, strict=True):
@@ -366,11 +346,10 @@ def _check_shapes(
                     f"{op} reads the tensor that was given as {name}=, and cannot give it "
                     f"the shape {tuple(needed.shape)}. Use the result of the call."
                 )
-            found: Layout = as_layouts(given)
             raise LayoutError(
                 f"{op} was given {name}= of shape {tuple(given.shape)} for a result of shape "
-                f"{tuple(needed.shape)}: {found!r} cannot be resized. Make one of that shape, "
-                "or use the result of the call."
+                f"{tuple(needed.shape)}: {as_layouts(given)!r} cannot be resized. Make one of "
+                "that shape, or use the result of the call."
             )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from shardwise._torch.autograd import count_versions
 from shardwise.core.layout import Layout
-from shardwise.core.placements import REPLICATE, Partial
+from shardwise.core.placements import Partial
 from shardwise.redistribute.execute import Run
 from shardwise.simulation.ranks import LENT, count_write, lent, one_part, parts_of
 
@@ -53,13 +53,6 @@ def as_layouts(value: Any) -> Any:
 
 def is_partial(layout: Layout) -> bool:
     return any(isinstance(p, Partial) for p in layout.placements)
-
-
-def reduced_layout(layout: Layout) -> Layout:
-    """Replicated where it was Partial."""
-    return layout.with_placements(
-        tuple(REPLICATE if isinstance(p, Partial) else p for p in layout.placements)
-    )
 
 
 def reduced_once(tensor: Any, local: torch.Tensor, reduce: Run, target: Layout) -> torch.Tensor:

@@ -44,7 +44,7 @@ from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate
 from shardwise.core.untraced import UntracedFunction, untraced, without_autocast
 from shardwise.core.world import world_caches
 from shardwise.dispatch.propagate import forbid_leaf_move
-from shardwise.dispatch.wrapped import Wrapped, begin_lending, lend, recall, reduced_layout
+from shardwise.dispatch.wrapped import Wrapped, begin_lending, lend, recall
 from shardwise.dtensor.snapshots import current
 from shardwise.errors import UnsupportedError
 from shardwise.redistribute.execute import Run, copied, in_memory_order, prepare, prepare_async
@@ -64,15 +64,7 @@ from shardwise.simulation.ranks import (
 
 def gradient_layout(layout: Layout) -> Layout:
     """The default layout of the gradient of a tensor in `layout`."""
-    if layout.expanded:
-        layout = own_entries(layout)
-    for placement in layout.placements:
-        if isinstance(placement, Partial):
-            break
-    else:
-        return layout
-    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
-    return layout.with_placements(placements)
+    return (own_entries(layout) if layout.expanded else layout).reduced()
 
 
 #: Indexed by `layout.symbolic`: cached for layouts without symbols.
@@ -517,7 +509,7 @@ def reduced_together(
     held: dict[int, HeldGradient] = {}
     for tensor in tensors:
         known = recall(tensor)
-        if known is None or known[1] is not reduced_layout(tensor._layout):
+        if known is None or known[1] is not tensor._layout.reduced():
             known = tensor._local, tensor._layout
         held.setdefault(id(tensor), HeldGradient(*known))
     _reduce_all(list(held.values()), bucket_bytes)

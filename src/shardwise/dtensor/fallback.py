@@ -34,7 +34,7 @@ from shardwise.dispatch.catalog import (
 from shardwise.dispatch.plan import Entry, check_writable, mover, on_one_mesh
 from shardwise.dispatch.propagate import CallPlan, forbid_move
 from shardwise.dispatch.variants import FUSED_STEPS, UNSCALE, count_writes, is_foreach
-from shardwise.dispatch.wrapped import Wrapped, reduced_layout, remember
+from shardwise.dispatch.wrapped import Wrapped, remember
 from shardwise.dtensor import autograd
 from shardwise.dtensor.autograd import reduced_together
 from shardwise.dtensor.conversion import stride_like
@@ -430,7 +430,7 @@ def _lend(
     """`tensor` in the layout of the first loan, the parameter's; a Partial is reduced."""
     layout = tensor._layout
     if first is None:
-        target = reduced_layout(layout)
+        target = layout.reduced()
     else:
         target = layout.with_placements(first.layout.placements, first.layout.order)
     moved = tensor

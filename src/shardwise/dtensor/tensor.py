@@ -43,7 +43,7 @@ from shardwise.core.sizes import noted, unrecorded
 from shardwise.core.untraced import breaks_graph, untraced
 from shardwise.dispatch.plan import Entry, entries
 from shardwise.dispatch.variants import TensorByKeyword, run_by_keyword
-from shardwise.dispatch.wrapped import Wrapped, as_layouts, lend
+from shardwise.dispatch.wrapped import Wrapped, lend
 from shardwise.dtensor import autograd, compile, conversion, snapshots
 from shardwise.dtensor.autograd import (
     current_to_local,
@@ -205,8 +205,7 @@ class DTensor(Wrapped):
                     key.append(name)
                     add_argument(func, value, key, None)
         except TensorByKeyword:
-            run_it = DTensor.__torch_dispatch__
-            return run_by_keyword(func, args, kwargs or {}, run_it, as_layouts)
+            return run_by_keyword(func, args, kwargs or {}, DTensor.__torch_dispatch__)
         except MixedTensorsError as error:
             return beside_plain(func, args, kwargs or {}, error)
         try:

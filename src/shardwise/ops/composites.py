@@ -20,7 +20,6 @@ from shardwise.core.untraced import UntracedFunction
 from shardwise.dispatch.infer import faked
 from shardwise.dispatch.local_call import restrided
 from shardwise.dispatch.variants import run_by_keyword
-from shardwise.dispatch.wrapped import as_layouts, reduced_layout
 from shardwise.dtensor.operands import check_plain
 from shardwise.dtensor.snapshots import SOURCE, add_source
 from shardwise.dtensor.tensor import DTensor
@@ -125,7 +124,7 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
         raise RuntimeError(f"one_hot is only applicable to an index of int64, found {x.dtype}.")
     if x.numel() == 0 and num_classes <= 0:
         raise RuntimeError("one_hot cannot tell the number of classes from an empty tensor.")
-    layout = reduced_layout(x._layout)
+    layout = x._layout.reduced()
     x = x.redistribute(placements=layout.placements, order=layout.order)
     if num_classes <= 0 or (has_values(x._local) and not x.is_cuda and not x.is_meta):
         found = widened(id_range(x._local, layout), layout.grid, sharded_axes(layout))
@@ -291,7 +290,7 @@ def _into_out(name: str, *args: Any, **kwargs: Any) -> Any:
             f"{op}: functions with out=... arguments don't support automatic differentiation, but "
             "one of the arguments requires grad."
         )
-    return run_by_keyword(op, args, kwargs, DTensor.__torch_dispatch__, as_layouts)
+    return run_by_keyword(op, args, kwargs, DTensor.__torch_dispatch__)
 
 
 def kernels() -> Iterator[tuple[str, Any]]:

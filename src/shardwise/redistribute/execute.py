@@ -82,16 +82,15 @@ class Move(NamedTuple):
 
 def is_even(layout: Layout, axis: int) -> bool:
     """Whether all shards along `axis` have the same length."""
-    shard = layout.placements[axis]
-    assert isinstance(shard, Shard), "only a Shard has lengths"
+    shard = _shard(layout, axis)
     if shard.sizes is not None:
         return False
     size = layout.shape[shard.dim]
     for other in layout.axes_of(shard.dim):
-        placement, parts = layout.placements[other], layout.grid.shape[other]
-        if placement.sizes is not None or not splits_evenly(size, parts):  # type: ignore[attr-defined]
+        parts = layout.grid.shape[other]
+        if _shard(layout, other).sizes is not None or not splits_evenly(size, parts):
             return False
-        size = size // layout.grid.shape[other]
+        size = size // parts
     return True
 
 
@@ -100,7 +99,7 @@ def _all_gather(step: Step) -> Move:
     dim, arrived = _dim(source, axis), _arrived(source.dtype)
     if is_even(source, axis):
         return _even_all_gather(step)
-    length, outside = longest(source, axis, dim), _outside(source, axis, dim)
+    length, outside = longest(source, axis), _outside(source, axis)
 
     def pad(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
         # Dense on every rank: padded shards are, and the others must have their strides.
@@ -137,7 +136,7 @@ def _reduce_scatter(step: Step) -> Move:
     dim, parts = _dim(target, axis), grid.shape[axis]
     reduce_op = _reduce_op(step.source, axis)
     send, finish = _reduced_in(step.source.dtype, reduce_op)
-    length, outside = longest(target, axis, dim), _outside(target, axis, dim)
+    length, outside = longest(target, axis), _outside(target, axis)
     if is_even(target, axis):
         if dim == 0:
             return Move(lambda x: start_reduce_scatter(send(x), reduce_op, grid, axis), finish)
@@ -168,8 +167,8 @@ def _all_to_all(step: Step) -> Move:
     if is_even(source, axis) and is_even(target, axis):
         return _even_all_to_all(step, dim_in, dim_out)
     arrived = _arrived(source.dtype)
-    length_in, length_out = longest(source, axis, dim_in), longest(target, axis, dim_out)
-    outside = (*_outside(source, axis, dim_in), *_outside(target, axis, dim_out))
+    length_in, length_out = longest(source, axis), longest(target, axis)
+    outside = (*_outside(source, axis), *_outside(target, axis))
 
     def stack(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
         padded = _pad(t, dim_in, length_in)
@@ -314,21 +313,19 @@ def _reduced_in(dtype: torch.dtype, reduce_op: str) -> tuple[Run, Run]:
 
 
 def _slice(step: Step) -> Move:
-    axis, target = step.axis, step.target
-    shard, grid = target.placements[axis], target.grid
-    assert isinstance(shard, Shard), "a slice ends in a shard"
-    dim, parts = shard.dim, grid.shape[axis]
+    axis, target, grid = step.axis, step.target, step.target.grid
+    shard, parts = _shard(target, axis), grid.shape[axis]
 
     # Dense, as the layout's strides say: some kernels ignore the strides of a view. Expanded dims
     # stay expanded; see in_memory_order.
     dense = torch.Tensor.contiguous if not target.expanded else lambda t: t
 
     def narrow(coordinate: Coordinate) -> Callable[[torch.Tensor], torch.Tensor]:
-        size = target.outer_size(axis, dim, coordinate)
+        size = target.outer_size(axis, shard.dim, coordinate)
         start, length = shard_range(size, parts, coordinate[axis], shard.sizes)
-        return lambda x: dense(x.narrow(dim, start, length))
+        return lambda x: dense(x.narrow(shard.dim, start, length))
 
-    return Move(rank_call(grid, narrow, axes=(*_outside(target, axis, dim), axis)))
+    return Move(rank_call(grid, narrow, axes=(*_outside(target, axis), axis)))
 
 
 #: The neutral element of a reduction.
@@ -369,10 +366,14 @@ PREPARE: dict[str, Callable[[Step], Move]] = {
 }
 
 
-def _dim(layout: Layout, axis: int) -> int:
+def _shard(layout: Layout, axis: int) -> Shard:
     shard = layout.placements[axis]
-    assert isinstance(shard, Shard), "only a shard has a dim"
-    return shard.dim
+    assert isinstance(shard, Shard), "only a Shard has a dim and lengths"
+    return shard
+
+
+def _dim(layout: Layout, axis: int) -> int:
+    return _shard(layout, axis).dim
 
 
 def _reduce_op(layout: Layout, axis: int) -> str:
@@ -393,15 +394,14 @@ def _reduce_op(layout: Layout, axis: int) -> str:
     return partial.reduce_op
 
 
-def _outside(layout: Layout, axis: int, dim: int) -> tuple[int, ...]:
-    """The other axes that shard `dim`: lengths along `axis` depend on the coordinate in them."""
-    return tuple(a for a in layout.axes_of(dim) if a != axis)
+def _outside(layout: Layout, axis: int) -> tuple[int, ...]:
+    """The other axes that shard the dim of `axis`: its lengths depend on the coordinate there."""
+    return tuple(a for a in layout.axes_of(_dim(layout, axis)) if a != axis)
 
 
 def _lengths(layout: Layout, axis: int, coordinate: Coordinate) -> tuple[Size, ...]:
     """The length of each shard along `axis`, in the group of ranks of `coordinate`."""
-    shard = layout.placements[axis]
-    assert isinstance(shard, Shard), "only a Shard has lengths"
+    shard = _shard(layout, axis)
     size = layout.outer_size(axis, shard.dim, coordinate)
     return lengths(size, layout.grid.shape[axis], shard.sizes)
 
@@ -489,7 +489,7 @@ def prepare(steps: Sequence[Step]) -> Run:
     """
     if steps and steps[0].source.grid.outside:
         return _unchanged  # all that a rank outside the mesh does
-    return _chain(_runs(steps))
+    return _chain([*_runs(steps), *_restriding(steps)])
 
 
 def prepare_async(steps: Sequence[Step]) -> tuple[Run, Run]:
@@ -497,21 +497,21 @@ def prepare_async(steps: Sequence[Step]) -> tuple[Run, Run]:
     last = max(number for number, step in enumerate(steps) if step.communicates)
     move = PREPARE[steps[last].kind](steps[last])
     assert move.finish is not None, "a collective is awaited"
-    start = [*_runs(steps[:last], ends=False), _named(steps[last], move.start)]
-    finish = [_named(steps[last], move.finish), *_runs(steps[last + 1 :], ends=False)]
-    finish = [*finish, *_ending(steps)]
+    start = [*_runs(steps[:last]), _named(steps[last], move.start)]
+    finish = [_named(steps[last], move.finish), *_runs(steps[last + 1 :]), *_restriding(steps)]
     return _chain(start), _chain(finish)
 
 
-def _runs(steps: Sequence[Step], *, ends: bool = True) -> list[Run]:
+def _runs(steps: Sequence[Step]) -> list[Run]:
     runs = []
     for step in steps:
         start, finish = PREPARE[step.kind](step)
         runs.append(start if finish is None else _named(step, start, finish))
-    return [*runs, *_ending(steps)] if ends else runs
+    return runs
 
 
-def _ending(steps: Sequence[Step]) -> list[Run]:
+def _restriding(steps: Sequence[Step]) -> list[Run]:
+    """What brings the last result into the memory order of its layout."""
     if not steps:
         return []
     target = steps[-1].target
@@ -549,14 +549,12 @@ def _named(step: Step, start: Run, finish: Run | None = None) -> Run:
 
 def _failure(step: Step, error: Exception) -> str:
     source = step.source
-    grid, placements = source.grid, source.placements
-    num_bytes = int(local_bytes(source.shape, source.dtype.itemsize, placements, grid.shape))
     they_did = what_ranks_did(doing_now(f"{step} of {source!r}"))
     return (
-        f"{step} of {source!r}, about {num_bytes:,} bytes per rank, failed on rank "
-        f"{grid.world.rank}: {error} {they_did} If this rank has run out of memory, it was the "
-        "first to fail; if it timed out, another one was, and its error says why. The ranks are "
-        "out of step: end all processes, and start again from a checkpoint."
+        f"{step} of {source!r}, about {int(local_bytes(source)):,} bytes per rank, failed on rank "
+        f"{source.grid.world.rank}: {error} {they_did} If this rank has run out of memory, it was "
+        "the first to fail; if it timed out, another one was, and its error says why. The ranks "
+        "are out of step: end all processes, and start again from a checkpoint."
     )
 
 

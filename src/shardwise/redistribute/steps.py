@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.comm.collectives import LATENCY_S, collective_s, exchange_s, local_s
 from shardwise.core.layout import Layout, canonical_order, misfit, partials_commute
@@ -61,13 +62,6 @@ def step_kind(before: Placement, after: Placement) -> str | None:
     return _KINDS.get((before_type, after_type))
 
 
-def step_cost_s(kind: str, num_ranks: int, bytes_before: float, bytes_after: float) -> float:
-    larger = max(bytes_before, bytes_after)
-    if kind in LOCAL_KINDS:
-        return local_s(bytes_after)
-    return collective_s(kind, num_ranks, larger)
-
-
 def resplit_cost_s(size: int, parts: int, before: Shard, after: Shard, whole_bytes: float) -> float:
     """The cost of the rank that sends or receives most; what a rank keeps costs nothing.
 
@@ -79,32 +73,21 @@ def resplit_cost_s(size: int, parts: int, before: Shard, after: Shard, whole_byt
     return exchange_s(whole_bytes * moved / max(size, 1))
 
 
-def local_bytes(
-    shape: tuple[Size, ...],
-    itemsize: int,
-    placements: tuple[Placement, ...],
-    axis_sizes: tuple[int, ...],
-) -> float:
-    """The bytes of an average shard; a symbolic size counts as 1024."""
-    total = float(itemsize)
-    for size in shape:
-        total *= size if type(size) is int else 1024
-    return total / math.prod(
-        n for p, n in zip(placements, axis_sizes, strict=True) if isinstance(p, Shard)
-    )
+def local_bytes(layout: Layout, placements: Sequence[Placement] | None = None) -> float:
+    """The bytes of an average shard, in these placements; a symbolic size counts as 1024."""
+    placed = zip(placements or layout.placements, layout.grid.shape, strict=True)
+    num_entries = math.prod(size if type(size) is int else 1024 for size in layout.shape)
+    num_shards = math.prod(n for p, n in placed if isinstance(p, Shard))
+    return layout.dtype.itemsize * num_entries / num_shards
 
 
-def longest(layout: Layout, axis: int, dim: int) -> Size:
-    """The length of the longest shard of `dim` after the split over `axis`."""
-    size = layout.shape[dim]
-    for other in layout.order:
-        placement = layout.placements[other]
-        if isinstance(placement, Shard) and placement.dim == dim:
-            size = (
-                max(placement.sizes)
-                if placement.sizes
-                else chunk_length(size, layout.grid.shape[other])
-            )
+def longest(layout: Layout, axis: int) -> Size:
+    """The length of the longest shard along `axis`."""
+    shard: Any = layout.placements[axis]
+    size = layout.shape[shard.dim]
+    for other in layout.axes_of(shard.dim):
+        outer: Any = layout.placements[other]
+        size = max(outer.sizes) if outer.sizes else chunk_length(size, layout.grid.shape[other])
         if other == axis:
             break
     return size
@@ -125,27 +108,16 @@ def find_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     """The steps from `source` to `target`, two layouts of one tensor on one mesh."""
     if source is target:
         return ()
-    if source.symbolic or target.symbolic:
-        return _search(source, target)
-    return _cached_search(source, target)
+    symbolic = source.symbolic or target.symbolic
+    return _search(source, target) if symbolic else _cached_search(source, target)
 
 
 def cost_s(source: Layout, target: Layout) -> float:
     """Seconds that `find_steps(source, target)` is expected to take."""
-    return sum(map(_step_cost, find_steps(source, target)))
-
-
-@functools.lru_cache(maxsize=16384)
-def _cached_search(source: Layout, target: Layout) -> tuple[Step, ...]:
-    return _search(source, target)
-
-
-world_caches.append(_cached_search.cache_clear)
-
-
-def _step_cost(step: Step) -> float:
-    return _move_costs(step.source)(
-        step.kind, step.axis, step.source.placements, step.target.placements
+    cost = _move_costs(source)
+    return sum(
+        cost(step.kind, step.axis, step.source.placements, step.target.placements)
+        for step in find_steps(source, target)
     )
 
 
@@ -175,6 +147,10 @@ def _search(source: Layout, target: Layout) -> tuple[Step, ...]:
                 left = least_s(after[0], goal[0])
                 heapq.heappush(queue, (cost + left, next(numbers), cost, after))
     raise LayoutError(f"No sequence of steps leads from {source!r} to {target!r}.")
+
+
+_cached_search = functools.lru_cache(maxsize=16384)(_search)
+world_caches.append(_cached_search.cache_clear)
 
 
 def least_s(before: Sequence[Placement], after: Sequence[Placement]) -> float:
@@ -236,24 +212,17 @@ def _fits(
 
 def _move_costs(layout: Layout) -> Callable[..., float]:
     """The cost of a move of a tensor like `layout`, by kind, axis, placements before and after."""
-    sizes = layout.grid.shape
-    whole = local_bytes(layout.shape, layout.dtype.itemsize, (), ())
-    known: dict[tuple[Placement, ...], float] = {}
-
-    def num_bytes(placements: tuple[Placement, ...]) -> float:
-        if placements not in known:
-            parts = [n for p, n in zip(placements, sizes, strict=True) if isinstance(p, Shard)]
-            known[placements] = whole / math.prod(parts)
-        return known[placements]
+    num_bytes = functools.cache(functools.partial(local_bytes, layout))
 
     def cost(
         kind: str, axis: int, before: tuple[Placement, ...], after: tuple[Placement, ...]
     ) -> float:
-        old, new = before[axis], after[axis]
+        old, new, parts = before[axis], after[axis], layout.grid.shape[axis]
         if kind == "resplit" and isinstance(old, Shard) and isinstance(new, Shard):
-            size = layout.shape[new.dim]
-            return resplit_cost_s(size, sizes[axis], old, new, num_bytes(before) * sizes[axis])
-        return step_cost_s(kind, sizes[axis], num_bytes(before), num_bytes(after))
+            return resplit_cost_s(layout.shape[new.dim], parts, old, new, num_bytes(before) * parts)
+        if kind in LOCAL_KINDS:
+            return local_s(num_bytes(after))
+        return collective_s(kind, parts, max(num_bytes(before), num_bytes(after)))
 
     return cost
 

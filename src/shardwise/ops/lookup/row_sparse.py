@@ -21,7 +21,7 @@ from shardwise.comm import collectives
 from shardwise.comm.watch import because
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.mesh import Coordinate, Grid
-from shardwise.core.placements import REPLICATE, SUM, Partial
+from shardwise.core.placements import SUM, Partial
 from shardwise.core.sizes import unrecorded
 from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.dispatch.variants import UNSCALE
@@ -179,8 +179,7 @@ class RowSparse(DTensor):
                 values = values * scale if scale != 1 else values
         if rows is self._rows:
             return self
-        placements = tuple(REPLICATE if p.is_partial() else p for p in layout.placements)
-        return make(layout.with_placements(placements), rows, values)
+        return make(layout.reduced(), rows, values)
 
     @untraced
     def coalesce(self) -> RowSparse:
