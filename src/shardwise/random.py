@@ -22,6 +22,7 @@ On other devices the values depend on the length of the whole draw, so it is dra
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 import weakref
@@ -141,12 +142,7 @@ def _fill_at_once(
 
 
 def _is_whole(shard: DrawnShard, whole: Whole) -> bool:
-    part = shard.part
-    return (tuple(part.shape), part.stride(), part.dtype) == (
-        whole.shape,
-        whole.stride,
-        whole.dtype,
-    )
+    return Whole(tuple(shard.part.shape), shard.part.stride(), shard.part.dtype) == whole
 
 
 # -- in chunks -------------------------------------------------------------------------------
@@ -168,40 +164,37 @@ def _fill_in_chunks(whole: Whole, shards: Sequence[DrawnShard], draw: Draw) -> N
         if num_values - stop < _GROUP:
             stop = num_values
         length = stop - start
-        if words and length % _GROUP == 0 and not _meets_shard(shape, start, stop, permuted):
+        met = list(_intersections(shape, start, stop, permuted))
+        if words and length % _GROUP == 0 and not met:
             _skip(words * length, draw.generator)
             continue
         if operand is not None:
             operand.fill_(ANY_PROBABILITY)
-            for values, _, given in _intersections(shape, start, stop, permuted, operand):
-                values.copy_(given)
+            for view, _, given in met:
+                view(operand).copy_(given)
         draw.run(buffer[:length], None if operand is None else operand[:length])
-        for values, part, _ in _intersections(shape, start, stop, permuted, buffer):
-            part.copy_(values)
+        for view, part, _ in met:
+            part.copy_(view(buffer))
 
 
 def _intersections(
-    shape: Sequence[int], start: int, stop: int, shards: Sequence[DrawnShard], run: torch.Tensor
-) -> Any:
-    """Where a run of values meets shards: views of the run, of the shard, of its operand."""
+    shape: Sequence[int], start: int, stop: int, shards: Sequence[DrawnShard]
+) -> Iterator[tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor, Any]]:
+    """Where a run of values meets shards: how to view that in the run, and in shard and operand."""
     at = 0
     for box in boxes_of_range(shape, start, stop):
-        values = run[at : at + box.volume].view(box.sizes)
-        at += box.volume
         for shard in shards:
             common = box.intersect(shard.box)
             if common is not None:
                 here = common.within(shard.box).slices
                 given = None if shard.operand is None else shard.operand[here]
-                yield values[common.within(box).slices], shard.part[here], given
+                yield functools.partial(_view_in, at, box, common), shard.part[here], given
+        at += box.volume
 
 
-def _meets_shard(shape: Sequence[int], start: int, stop: int, shards: Sequence[DrawnShard]) -> bool:
-    return any(
-        box.intersect(shard.box) is not None
-        for box in boxes_of_range(shape, start, stop)
-        for shard in shards
-    )
+def _view_in(at: int, box: Box, common: Box, run: torch.Tensor) -> torch.Tensor:
+    """The values of `common` in a run that holds those of `box` from position `at` on."""
+    return run[at : at + box.volume].view(box.sizes)[common.within(box).slices]
 
 
 def _in_memory_order(shard: DrawnShard, order: Sequence[int]) -> DrawnShard:
@@ -375,16 +368,8 @@ def kept(generator: torch.Generator) -> Iterator[None]:
 _MODES = ("exact", "fast")
 
 
-class _Setting:
-    """Process-wide, since backward may run on other threads."""
-
-    __slots__ = ("mode",)
-
-    def __init__(self) -> None:
-        self.mode = "exact"
-
-
-setting = _Setting()
+#: Of the whole process, since backward may run on other threads.
+_mode = "exact"
 
 
 class rng:
@@ -410,14 +395,15 @@ class rng:
     def __init__(self, mode: str) -> None:
         if mode not in _MODES:
             raise ArgumentError(f"rng() takes 'exact' or 'fast', found {mode!r}.")
-        self._before = setting.mode
-        setting.mode = mode
+        global _mode
+        self._before, _mode = _mode, mode
 
     def __enter__(self) -> rng:
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        setting.mode = self._before
+        global _mode
+        _mode = self._before
 
 
 def draw_parts(
@@ -432,7 +418,7 @@ def draw_parts(
     else:
         compare_generators_once(layout.grid, device, draw.generator)
         shards = _own_shards(layout, held, operand)
-    if setting.mode == "fast":
+    if _mode == "fast":
         fill_quickly(shards, draw)
     else:
         fill_exactly(Whole(layout.shape, layout.stride, layout.dtype), shards, draw)

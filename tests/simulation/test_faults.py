@@ -67,6 +67,8 @@ def test_own_collectives_of_a_program_meet_faults_too():
 def test_what_is_no_fault_of_this_world():
     with pytest.raises(ArgumentError, match="names no rank of a world of 4"):
         shardwise.simulate(NUM_RANKS, faults=[Kill(4, at=0)])
+    with pytest.raises(ArgumentError, match=r"takes Kill, Drop.* in a list"):
+        shardwise.simulate(NUM_RANKS, faults=Kill(0, at=0))
     with pytest.raises(ArgumentError, match="takes Kill, Drop"):
         shardwise.simulate(NUM_RANKS, faults=["kill"])
 

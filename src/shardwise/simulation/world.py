@@ -400,16 +400,21 @@ def draw_fault(seed: int, num_ranks: int, num_moments: int) -> SimulatedFault:
     return draw.choice(kinds)
 
 
+_Sent = TypeVar("_Sent")
+
+
 class FaultInjector:
     """The faults of one simulated world, and what has come of them."""
 
     def __init__(self, faults: Sequence[SimulatedFault], num_ranks: int) -> None:
+        if isinstance(faults, SimulatedFault) or not all(
+            isinstance(fault, SimulatedFault) for fault in faults
+        ):
+            raise ArgumentError(
+                "simulate(faults=...) takes Kill, Drop, Delay, Corrupt and FullDisk of "
+                f"shardwise.testing in a list, found {faults!r}."
+            )
         for fault in faults:
-            if not isinstance(fault, SimulatedFault):
-                raise ArgumentError(
-                    f"simulate(faults=...) takes Kill, Drop, Delay, Corrupt and FullDisk of "
-                    f"shardwise.testing, found {fault!r}."
-                )
             if not isinstance(fault, FullDisk) and not 0 <= fault.rank < num_ranks:
                 raise ArgumentError(f"{fault} names no rank of a world of {num_ranks}.")
         self._timed = [fault for fault in faults if not isinstance(fault, FullDisk)]
@@ -427,38 +432,45 @@ class FaultInjector:
         """What the ranks send in a collective; raises if it fails."""
         if type(x._parts[0]) is not torch.Tensor:
             return x  # traced by a compiler
-        for fault in self._due(Kill, Drop, Delay, Corrupt):
-            if isinstance(fault, Corrupt):
-                x = _corrupted(x, fault)
-            else:
-                self._lose(fault)
-        self._raise_if_broken()
-        return x
+        return self._after_moment(x, _corrupted, Kill, Drop, Delay)
 
     def exchange(self, messages: Sequence[bytes]) -> list[bytes]:
         """What the ranks of a checkpoint send each other in a step; raises if it fails."""
-        sent = list(messages)
-        for fault in self._due(Kill, Drop, Delay, Corrupt):
-            if isinstance(fault, Corrupt):
-                sent[fault.rank] = _flipped(sent[fault.rank], fault.bit)
-            else:
-                self._lose(fault)
-        self._raise_if_broken()
-        return sent
+
+        def corrupted(sent: list[bytes], fault: Corrupt) -> list[bytes]:
+            sent[fault.rank] = _flipped(sent[fault.rank], fault.bit)
+            return sent
+
+        return self._after_moment(list(messages), corrupted, Kill, Drop, Delay)
 
     def write(self, data: memoryview) -> memoryview:
         """What is written to a checkpoint's file instead of `data`; raises if it fails."""
-        for fault in self._due(Kill, Corrupt):
-            if isinstance(fault, Corrupt):
-                data = memoryview(_flipped(bytes(data), fault.bit))
-            else:
-                self._lose(fault)
-        self._raise_if_broken()
+
+        def corrupted(data: memoryview, fault: Corrupt) -> memoryview:
+            return memoryview(_flipped(bytes(data), fault.bit))
+
+        data = self._after_moment(data, corrupted, Kill)
         if self._room_bytes is not None:
             self._room_bytes -= data.nbytes
             if self._room_bytes < 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return data
+
+    def _after_moment(
+        self, sent: _Sent, corrupted: Callable[[_Sent, Corrupt], _Sent], *kinds: type
+    ) -> _Sent:
+        """What arrives of `sent` after the faults of these kinds, and `Corrupt`, that are due."""
+        for fault in self._due(Corrupt, *kinds):
+            if isinstance(fault, Corrupt):
+                sent = corrupted(sent, fault)
+            else:
+                self._lose(fault)
+        if self._broken is not None:
+            raise CollectiveError(
+                f"The ranks have lost each other: {self._broken}. End all processes, and start "
+                "again from a checkpoint."
+            )
+        return sent
 
     def _due(self, *kinds: type) -> list[Any]:
         now = self.num_moments
@@ -478,13 +490,6 @@ class FaultInjector:
         else:
             self.waited_s += TIMEOUT_S
             self._broken = f"a message of rank {fault.rank} did not arrive within {TIMEOUT_S:g} s"
-
-    def _raise_if_broken(self) -> None:
-        if self._broken is not None:
-            raise CollectiveError(
-                f"The ranks have lost each other: {self._broken}. End all processes, and start "
-                "again from a checkpoint."
-            )
 
 
 def _flipped(data: bytes, bit: int) -> bytes:
