@@ -102,8 +102,8 @@ def write_plan_file(
     head = {"format": form, **(settings or {})}
     file = Path(path)
     if _is_toml(file):
-        lines = [*(f"{k} = {json.dumps(v)}" for k, v in head.items()), "", f"[{section}]"]
-        lines += [f"{json.dumps(pattern)} = {_toml(entry)}" for pattern, entry in entries.items()]
+        lines = [*(f"{k} = {_toml(v)}" for k, v in head.items()), "", f"[{section}]"]
+        lines += [f"{_toml(pattern)} = {_toml(entry)}" for pattern, entry in entries.items()]
         text = "\n".join(lines) + "\n"
     else:
         text = json.dumps({**head, section: dict(entries)}, indent=2) + "\n"
@@ -131,10 +131,11 @@ def _is_toml(file: Path) -> bool:
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + " }"
+        return "{ " + ", ".join(f"{_toml(k)} = {_toml(v)}" for k, v in value.items()) + " }"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value)
+    # Like JSON, but for characters that TOML does not take as two halves, or unescaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 # -- paths ---------------------------------------------------------------------------------------

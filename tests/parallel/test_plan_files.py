@@ -237,3 +237,11 @@ def test_report_needs_no_world():
     assert report.bytes_per_rank == (40, 40)
     with pytest.raises(LayoutError):
         check_plan(nn.Linear(4, 4), "colwise", 0)
+
+
+@pytest.mark.parametrize("kind", ["toml", "json"])
+def test_a_name_may_have_any_characters(tmp_path, kind):
+    """TOML takes no halves of a character beyond 16 bits, as JSON does, and no unescaped DEL."""
+    plan = {'layers.\U0001f600.\x7f"\\\n': "colwise", "größe": "rowwise"}
+    save_plan(plan, tmp_path / f"plan.{kind}")
+    assert list(load_plan(tmp_path / f"plan.{kind}")) == list(plan)
