@@ -180,8 +180,10 @@ def launch(
     `timeout_s`. A rank that fails ends the job: with its own error where that is one of
     shardwise's, else with a `LaunchError`.
     """
-    if num_ranks < 1:
-        raise ArgumentError(f"A job has at least one rank, found num_ranks={num_ranks}.")
+    if not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ArgumentError(f"A job has at least one rank, found num_ranks={num_ranks!r}.")
+    if not 0 <= port < 1 << 16:  # the sockets would take it modulo 65536
+        raise ArgumentError(f"A port is 0, for any that is free, to 65535, found port={port}.")
     task = _packed(fn, args)
     store = open_store(host, port)
     settings = Settings(
@@ -357,10 +359,17 @@ class Job:
 
     def _handle(self, rank: int) -> None:
         try:
-            message: Message = pickle.loads(self.pipes[rank].recv_bytes())
+            packed = self.pipes[rank].recv_bytes()
         except (EOFError, OSError):
             self.died.append(rank)
             return
+        try:
+            message: Message = pickle.loads(packed)
+        except Exception as error:
+            raise LaunchError(
+                f"Rank {rank} sent what cannot be unpickled here ({type(error).__name__}: "
+                f"{error}). Return and send plain values. The ranks were ended."
+            ) from error
         if message.kind == "here":
             self.here.add(rank)
         elif message.kind == "started":

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shardwise import launch as jobs
-from shardwise.errors import LaunchError, LayoutError, ShardwiseError
-from shardwise.launch import Failed, Job, Message
+from shardwise.errors import ArgumentError, LaunchError, LayoutError, ShardwiseError
+from shardwise.launch import Failed, Job, Message, launch
 from shardwise.preload import warm_up
 
 
@@ -96,6 +96,32 @@ def test_whatever_ranks_do_the_launcher_names_it_and_ends_all(first):
         assert all(p.was_ended or p.exitcode is not None or p.ending == "done" for p in processes)
         for process in processes:
             process.pipe.close()
+
+
+class Unreadable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_a_value_that_the_launcher_cannot_read():
+    ours, theirs = multiprocessing.Pipe()
+    process = Process([Message("here"), Message("done", Unreadable())], "done", theirs)
+    job = Job(None)
+    job.add(process, ours)
+    while process.advance():
+        pass
+    with pytest.raises(
+        LaunchError, match=r"Rank 0 sent what cannot be unpickled here \(ValueError"
+    ):
+        job.results(5, 5)
+    job.end()
+    theirs.close()
+
+
+@pytest.mark.parametrize("options", [{"port": 70000}, {"port": -1}, {"num_ranks": 2.0}], ids=str)
+def test_a_job_that_cannot_be_is_refused(options):
+    with pytest.raises(ArgumentError, match="found"):
+        launch(os.getpid, **{"num_ranks": 1, **options})
 
 
 def check_error(error, stories):
