@@ -28,7 +28,15 @@ from shardwise._torch.functions import tree_map
 from shardwise.comm.watch import implicit_replication
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.mesh import Grid, grid_of
-from shardwise.core.placements import Partial, Placement, Replicate, Shard, plain, short
+from shardwise.core.placements import (
+    NormPartial,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    plain,
+    short,
+)
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, UnsupportedError
@@ -50,6 +58,7 @@ def to_torch(tensor: DTensor) -> Any:
     from torch.distributed.tensor import DTensor as TorchDTensor
 
     layout, local = tensor._layout, tensor.detach()._local  # type: ignore[attr-defined]
+    placements = _placements_to_torch(layout)
     if is_per_rank(local):
         raise UnsupportedError(
             "A tensor of a simulated world holds the shards of all ranks, torch's DTensor one. "
@@ -58,7 +67,7 @@ def to_torch(tensor: DTensor) -> Any:
     made = TorchDTensor.from_local(
         local,
         layout.grid.mesh,
-        _placements_to_torch(layout),
+        placements,
         run_check=False,
         shape=torch.Size(layout.shape),
         stride=layout.stride,
@@ -141,7 +150,8 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
         return {key: _mapped(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(item, change) for item in value)
+        items = [_mapped(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return change(value)
 
 
@@ -153,6 +163,11 @@ def _placements_to_torch(layout: Layout) -> list[Any]:
 
     made: list[Any] = []
     for axis, placement in enumerate(map(plain, layout.placements)):
+        if isinstance(placement, NormPartial):
+            raise UnsupportedError(
+                f"{short(layout.placements)} has norms of shards, which torch's DTensor cannot "
+                "reduce: redistribute() to Replicate() first."
+            )
         if isinstance(placement, Partial):
             made.append(theirs.Partial(placement.reduce_op))
         elif not isinstance(placement, Shard):
