@@ -1,12 +1,20 @@
 """The demonstration at a small size."""
 
 import io
+import math
 
 import pytest
 import torch
 from rich.console import Console
 
-from shardwise.demo.run import Options, largest_difference, run_demo, train_alone, train_simulated
+from shardwise.demo.run import (
+    Options,
+    TrainingRun,
+    largest_difference,
+    run_demo,
+    train_alone,
+    train_simulated,
+)
 from shardwise.demo.tasks import MIXED_PLAN, SIZES, ClickLog, Recommending, read_clicks
 
 
@@ -60,6 +68,18 @@ def test_language_model_on_simulated_ranks(tmp_path):
     status, text, _ = run(tmp_path, model="gpt", steps=3, ranks=2)
     assert status == 0, text
     assert "next characters right" in text
+
+
+def test_a_parameter_that_is_no_number_is_the_largest_difference():
+    def trained(**parameters):
+        tensors = {name: torch.tensor(values) for name, values in parameters.items()}
+        return TrainingRun([1.0], tensors, 1.0, 1)
+
+    one, many = trained(a=[1.0, 2.0], b=[3.0], c=[]), trained(a=[1.0, math.nan], b=[4.0], c=[])
+    difference, name = largest_difference(one, many)
+    assert math.isnan(difference)
+    assert name == "a"
+    assert largest_difference(one, one) == (0.0, "b")
 
 
 def criteo_line(number):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -528,9 +529,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def largest_difference(one: TrainingRun, many: TrainingRun) -> tuple[float, str]:
-    """The largest difference between the parameters of two runs, and where."""
-    found = (0.0, "")
-    for name, value in one.parameters.items():
-        difference = float((value - many.parameters[name]).abs().max()) if value.numel() else 0.0
-        found = max(found, (difference, name))
-    return found
+    """The largest difference between the parameters of two runs, and where; NaN is the largest."""
+    found = [
+        (float((value - many.parameters[name]).abs().max()), name)
+        for name, value in one.parameters.items()
+        if value.numel()
+    ]
+    return max(found, key=lambda each: (math.isnan(each[0]), each), default=(0.0, ""))
