@@ -68,6 +68,16 @@ def test_check_with_split_sequences(run):
     assert "agrees with one device; compared 4 outputs" in text.output
 
 
+def test_check_compares_on_ranks_and_trains_on_a_mesh(run):
+    asked = ("check", "report_models:mlp", "--plan", "plan.toml", "--ranks", "1,2", "--json")
+    found = json.loads(run(*asked, "--mesh", "dp=2", "--options", "clip").output)
+    assert [(each["mesh"], "training" in each) for each in found] == [
+        ("tp=1", False),
+        ("tp=2", False),
+        ("dp=2", True),
+    ]
+
+
 def test_check_says_what_differs_by_its_exit_status(run):
     good = run("check", "report_models:mlp", "--plan", "plan.toml", "--ranks", "1,2")
     assert good.exit_code == 0, good.output
@@ -115,6 +125,9 @@ def test_check_says_what_trains_otherwise(run, monkeypatch):
         (("check", "report_models:mlp", "--plan", "gone.toml"), "no plan file 'gone.toml'"),
         (("explain", "report_models:mlp", "--mesh", "dp=x"), "A mesh is written dp=2,tp=4"),
         (("check", "report_models:mlp", "--options", "clip"), "which --mesh asks for"),
+        (("explain", "report_models:mlp", "--batch", "4"), "--batch goes with --ranks"),
+        (("explain", "report_models:mlp", "--ranks", "2", "--hosts", "2"), "for plans of tables"),
+        (("explain", "tables.toml", "--plan", "plan.toml"), "a number of --ranks"),
         (("rules", "mn"), "Did you mean"),
         (("demo", "--plan", "gone.toml"), "no plan file 'gone.toml'"),
         (("demo", "--data", "gone.tsv"), "no file 'gone.tsv'"),

@@ -74,6 +74,26 @@ def test_explain_counts_the_memory_that_plan_counts(run, optimizer):
     assert priced["memory"] == json.loads(planned.output)["ranks"]["memory"]
 
 
+def test_explain_refuses_what_a_price_does_not_have(run):
+    run("plan", "tables.toml", "--ranks", 2, "-o", "plan.toml")
+    asked = ("explain", "tables.toml", "--plan", "plan.toml", "--ranks", 2)
+    for option in (("--html", "page.html"), ("--mesh", "dp=2"), ("--fully-shard", "*")):
+        found = run(*asked, *option)
+        assert found.exit_code == 2
+        assert f"{option[0]} is for a step of a model" in found.output
+
+
+@pytest.mark.parametrize("folder", ["", "./", "../elsewhere/"])
+def test_a_sample_is_named_by_its_file(run, folder):
+    elsewhere = Path("../elsewhere")
+    elsewhere.mkdir(exist_ok=True)
+    name = f"sample_in_{len(folder)}.py"
+    Path(folder, name).write_text(SAMPLE)
+    asked = ("plan", "tables.toml", "--ranks", 2, "--no-solver", "--seconds", 1)
+    found = run(*asked, "--sample", f"{folder}{name}:batches")
+    assert found.exit_code == 0, found.output
+
+
 def test_explain_refuses_an_optimizer_that_no_step_of_a_model_takes(run):
     asked = ("explain", "planner_sample:model", "--mesh", "dp=2")
     found = run(*asked, "--optimizer", "rowwise_adagrad")

@@ -345,7 +345,7 @@ def test_the_command_replays_one_program(capsys):
     assert printed.rstrip().splitlines()[-1].split(":")[0] in kinds
 
 
-@pytest.mark.parametrize("option", ["--mesh=2y2", "--part=3/2"])
+@pytest.mark.parametrize("option", ["--mesh=2y2", "--part=3/2", "--out=nowhere/found.json"])
 def test_the_command_says_what_it_cannot_read(option, capsys):
     with pytest.raises(SystemExit):
         main([option])

@@ -143,8 +143,15 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
 @click.option("--hosts", type=click.IntRange(1), default=1, help="With --ranks and tables.")
 @click.option("--batch", type=click.IntRange(1), help="With --ranks: examples of a step.")
 @click.option("--constants", default="cpu", help="With --ranks and tables: cpu, h200, or a file.")
+@click.pass_context
 def explain(
-    ranks: int | None, hosts: int, batch: int | None, constants: str, **options: Any
+    ctx: click.Context,
+    /,
+    ranks: int | None,
+    hosts: int,
+    batch: int | None,
+    constants: str,
+    **options: Any,
 ) -> None:
     """Show what a training step sends and holds.
 
@@ -154,9 +161,18 @@ def explain(
     """
     from shardwise.cli.model import is_of_tables, run_explain
 
-    if ranks is not None and is_of_tables(options["target"], options["plan"]):
+    of_tables = is_of_tables(options["target"], options["plan"])
+    if ranks is None:
+        if options["target"].endswith((".toml", ".json")):
+            raise click.UsageError("A file of tables is priced for a number of --ranks: give one.")
+        _refuse(ctx, ("hosts", "batch", "constants"), "goes with --ranks")
+    elif not of_tables:
+        _refuse(ctx, ("hosts", "constants"), "is for plans of tables")
+    if ranks is not None and of_tables:
         from shardwise.cli.plan import run_price
 
+        steps = ("mesh", "fully_shard", "context", "recompute", "seed", "html")
+        _refuse(ctx, steps, "is for a step of a model; with --ranks a plan of tables is priced")
         chosen = options["optimizer"] or "rowwise_adagrad"
         tables = "adam" if chosen == "adamw" else chosen
         run_price(
@@ -165,10 +181,20 @@ def explain(
         )  # fmt: skip
         return
     options["optimizer"] = options["optimizer"] or "adamw"
-    source = click.get_current_context().get_parameter_source("mesh")
-    if ranks is not None and source is click.core.ParameterSource.DEFAULT:
+    if ranks is not None and not _is_given(ctx, "mesh"):
         options["mesh"] = f"dp={ranks}"
     run_explain(**options, ranks=ranks, batch=batch)
+
+
+def _is_given(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+
+
+def _refuse(ctx: click.Context, names: tuple[str, ...], why: str) -> None:
+    """Raise for an option that would be ignored."""
+    for name in names:
+        if _is_given(ctx, name):
+            raise click.UsageError(f"--{name.replace('_', '-')} {why}.")
 
 
 @main.command(
@@ -183,9 +209,8 @@ Examples:
 @_plan_option
 @click.option(
     "--ranks",
-    default="1,2,4",
-    show_default=True,
-    help="Numbers of ranks, or meshes as dp=2,tp=2 separated by semicolons.",
+    help="Numbers of ranks, or meshes as dp=2,tp=2 separated by semicolons. "
+    "[default: 1,2,4, and none with --mesh]",
 )
 @click.option("--mesh", help="A mesh (or several) for training steps, with the options below.")
 @_groups_option

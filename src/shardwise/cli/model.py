@@ -220,7 +220,7 @@ def show(report: StepReport, out: Console) -> None:
 def run_check(
     target: str,
     plan: str | None,
-    ranks: str,
+    ranks: str | None,
     mesh: str | None,
     data: str,
     options: str,
@@ -242,10 +242,12 @@ def run_check(
     out = console()
     kinds = set()
     results = []
-    for each in parse_meshes(mesh or ranks):
+    trained = parse_meshes(mesh) if mesh else []
+    compared = parse_meshes(ranks or "1,2,4") if ranks or not mesh else []
+    for number, each in enumerate([*compared, *trained]):
         parity = compare(case, each, tolerance)
         runs: list[TrainingParity] = []
-        if mesh:
+        if number >= len(compared):
             runs = check_training(case, each, chosen, tolerance=tolerance, processes=processes)
         kinds |= {"ok" if parity.agrees else "wrong", *(run.kind for run in runs)}
         results.append(_as_dict(parity, runs))

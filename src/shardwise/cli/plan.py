@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -183,11 +184,14 @@ def _workload_of_model(source: str, batch: int | None) -> Workload:
 
 
 def _batches(sample: str) -> Iterable[Any]:
-    where = sample
-    if re.match(r".*\.py:", sample):
-        # data.py:batches names a file here
-        where = sample.replace(".py:", ":", 1).replace("/", ".")
-    found = load_target(where)()
+    file, _, name = sample.rpartition(":")
+    if file.endswith(".py"):  # a module by its file
+        path = Path(os.path.relpath(file))
+        if path.parts[0] == os.pardir:
+            sys.path.insert(0, str(path.parent.resolve()))
+            path = Path(path.name)
+        file = ".".join(path.with_suffix("").parts)
+    found = load_target(f"{file}:{name}")()
     if not isinstance(found, Iterable):
         raise ArgumentError(f"{sample} should give batches one after another, found {found!r}.")
     return found

@@ -264,6 +264,13 @@ def _mesh(text: str) -> tuple[int, ...]:
     return tuple(map(int, sizes))
 
 
+def _file(text: str) -> Path:
+    path = Path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder for {text!r}")
+    return path
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m shardwise.testing.fuzz",
@@ -284,7 +291,7 @@ def _parser() -> argparse.ArgumentParser:
         "--shrink", type=int, default=MOST_SHRUNK, help="failures of a kind to shrink"
     )
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one program")
-    parser.add_argument("--out", type=Path, help="write counts and failures here, as JSON")
+    parser.add_argument("--out", type=_file, help="write counts and failures here, as JSON")
     parser.add_argument("-v", "--verbose", action="store_true", help="a line per program")
     parser.add_argument(
         "--forked", action="store_true", help="a process for each trial, to survive a crash"
