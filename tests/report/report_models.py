@@ -1,5 +1,7 @@
 """Models for the tests of reports and of the command line, as a person would write them."""
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -32,6 +34,34 @@ class MLP(nn.Module):
 
 def mlp():
     return MLP(), (torch.randn(8, 6), torch.randn(8, 6))
+
+
+class MLPBatch(NamedTuple):
+    x: torch.Tensor
+    target: torch.Tensor
+
+
+def mlp_with_named_batch():
+    return MLP(), MLPBatch(torch.randn(8, 6), torch.randn(8, 6))
+
+
+class Filter(nn.Module):
+    """Multiplies frequencies by complex weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight).pow(2).mean()
+
+
+def complex_filter():
+    return Filter(), torch.randn(8, 6)
+
+
+def sparse_rows():
+    return nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)), torch.arange(8)
 
 
 def dropping():

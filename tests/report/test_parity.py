@@ -2,9 +2,11 @@
 
 import pytest
 import report_models
+import torch
 
 from shardwise.errors import LayoutError
-from shardwise.report import Case, Mesh, check_in_processes, check_simulated
+from shardwise.report import Case, Mesh, check_in_processes, check_simulated, check_training
+from shardwise.testing.compare import differences
 
 
 @pytest.fixture
@@ -40,6 +42,31 @@ def test_dropout_agrees_without_a_data_axis(plans):
 
 def test_data_parallel_without_a_plan(plans):
     assert check_simulated(case(plans, "mlp", None), Mesh.parse("dp=4")).agrees
+
+
+def test_a_batch_may_be_a_named_tuple(plans):
+    assert check_simulated(case(plans, "mlp_with_named_batch", None), Mesh.parse("dp=2")).agrees
+
+
+def test_complex_parameters_are_compared_as_such(plans, recwarn):
+    parity = check_simulated(case(plans, "complex_filter", None), Mesh.parse("dp=2"))
+    assert parity.agrees, parity.differing
+    one, many = torch.ones(2, dtype=torch.complex64), torch.tensor([1, 1 + 1j])
+    (found,) = differences("parameters", {"weight": one}, {"weight": many})
+    assert found.largest == found.scale == 1
+
+
+def test_sparse_gradients_train_with_an_optimizer_that_takes_them(plans):
+    asked = case(plans, "sparse_rows", None)
+    runs = check_training(asked, Mesh.parse("dp=2"))
+    assert {run.kind for run in runs} == {"ok"}, runs
+    assert ("two",) in [run.options for run in runs]
+
+
+def test_what_one_device_does_not_train_is_refused(plans):
+    (found,) = check_training(case(plans, "sparse_rows", None), Mesh.parse("dp=2"), ["clip"])
+    assert found.kind == "refused"
+    assert "one device does not train like this" in found.text
 
 
 def test_a_model_that_computes_something_else_is_named(plans):

@@ -259,18 +259,25 @@ def check_training(
     mesh: Mesh,
     options: Sequence[str] = (),
     *,
-    optimizer: str = "momentum",
+    optimizer: str | None = None,
     tolerance: float = TOLERANCE,
     processes: bool = False,
 ) -> list[TrainingParity]:
-    """Train with the options together; without any, plainly and with each that applies."""
+    """Train with the options together; without any, plainly and with each that applies.
+
+    `optimizer` is a key of `testing.loop.OPTIMIZERS`: by default "momentum", or "sgd" where a
+    gradient is sparse, to which torch adds no weight decay.
+    """
     chosen = frozenset(options)
     if not chosen <= set(APPLY) or not agree(chosen):
         raise ArgumentError(
             f"Options of training steps are {', '.join(APPLY)}; found {', '.join(options)}"
             f"{', which exclude each other' if chosen <= set(APPLY) else ''}."
         )
-    runs = [chosen] if chosen else [frozenset[str](), *_applying(case, mesh)]
+    module, _ = case.build()
+    if optimizer is None:
+        optimizer = "sgd" if _sparse(module) else "momentum"
+    runs = [chosen] if chosen else [frozenset[str](), *_applying(case, module, mesh)]
     subjects = [Subject(case, mesh, run, optimizer, tolerance) for run in runs]
     judge = judge_in_processes if processes else judge_simulated
     judgements = judge(training_of, subjects, mesh.num_ranks)
@@ -280,9 +287,8 @@ def check_training(
     ]
 
 
-def _applying(case: Case, mesh: Mesh) -> list[frozenset[str]]:
+def _applying(case: Case, module: nn.Module, mesh: Mesh) -> list[frozenset[str]]:
     """The options that apply to this model, each by itself."""
-    module, _ = case.build()
     updating = any(getattr(inner, "optimizer", None) is not None for inner in _collections(module))
     left_out = set(NOT_UPDATING) if updating else set()
     if _sparse(module):

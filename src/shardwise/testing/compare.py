@@ -156,7 +156,7 @@ def differences(what: str, one: Values, many: Values) -> Iterator[Difference]:
             shapes = f"{tuple(found.shape)}, not {tuple(expected.shape)}"
             yield Difference(what, name, 0.0, scale, f"has shape {shapes}")
         else:
-            gap = _largest(found.double() - expected.double())
+            gap = _largest(_doubled(found) - _doubled(expected))
             remark = "" if gap == gap else "not a number"
             yield Difference(what, name, gap, scale, remark)
     for name in many.keys() - one.keys():
@@ -164,7 +164,11 @@ def differences(what: str, one: Values, many: Values) -> Iterator[Difference]:
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
+    return float(_doubled(tensor).abs().max()) if tensor.numel() else 0.0
+
+
+def _doubled(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 # -- alone ---------------------------------------------------------------------------------------

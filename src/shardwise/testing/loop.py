@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -336,20 +337,16 @@ def split_batch(batch: Any, num_parts: int) -> list[Any]:
     [{'x': tensor([0, 1]), 'scale': 2}, {'x': tensor([2, 3]), 'scale': 2}]
     """
 
-    def part(index: int) -> Any:
-        return _map(batch, lambda value: _part(value, index, num_parts))
-
-    return [part(index) for index in range(num_parts)]
+    return [
+        _map(functools.partial(_part, index=index, num_parts=num_parts), batch)
+        for index in range(num_parts)
+    ]
 
 
 def part_of_batch(batch: Any, index: int, num_parts: int) -> Any:
     """One of the equal parts of a batch, in memory of its own."""
-
-    def part(value: Any) -> Any:
-        found = _part(value, index, num_parts)
-        return found.clone() if isinstance(found, torch.Tensor) else found
-
-    return _map(batch, part)
+    part = split_batch(batch, num_parts)[index]
+    return _map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, part)
 
 
 def per_rank(parts: list[Any], index_of: Callable[[int], int]) -> Any:
@@ -358,7 +355,23 @@ def per_rank(parts: list[Any], index_of: Callable[[int], int]) -> Any:
     In a simulated world, tensors of all ranks; in a process, its own part.
     """
     first, *others = current_world().present
-    return _gather(parts, index_of) if others and len(parts) > 1 else parts[index_of(first)]
+    if not others or len(parts) == 1:
+        return parts[index_of(first)]
+    return _map(lambda *leaves: _on_ranks(leaves, index_of), *parts)
+
+
+def _on_ranks(leaves: Sequence[Any], index_of: Callable[[int], int]) -> Any:
+    """One leaf of a batch, of which each rank has the part with its number."""
+    first = leaves[0]
+    if isinstance(first, torch.Tensor):
+        return on_every_rank(lambda rank: leaves[index_of(rank)])
+    if isinstance(first, Jagged):
+        fields = {
+            name: _on_ranks([getattr(leaf, name) for leaf in leaves], index_of)
+            for name in ("values", "lengths", "weights")
+        }
+        return Jagged(first.features, **fields)
+    return first
 
 
 def call(module: Callable[..., Any], batch: Any) -> Any:
@@ -389,8 +402,8 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
-def _map(batch: Any, fn: Callable[[Any], Any]) -> Any:
-    return tree_map(fn, batch, is_leaf=lambda value: isinstance(value, Jagged))
+def _map(fn: Callable[..., Any], *batches: Any) -> Any:
+    return tree_map(fn, *batches, is_leaf=lambda value: isinstance(value, Jagged))
 
 
 def _part(value: Any, index: int, num_parts: int) -> Any:
@@ -433,21 +446,3 @@ def _bags(batch: Jagged, index: int, num_parts: int) -> Jagged:
         lengths=torch.cat(lengths),
         weights=torch.cat(weights) if weights else None,
     )
-
-
-def _gather(parts: list[Any], index_of: Callable[[int], int]) -> Any:
-    """One structure whose tensors have each rank's part."""
-    first = parts[0]
-    if isinstance(first, Jagged):
-        fields = {
-            name: _gather([getattr(part, name) for part in parts], index_of)
-            for name in ("values", "lengths", "weights")
-        }
-        return Jagged(first.features, **fields)
-    if isinstance(first, torch.Tensor):
-        return on_every_rank(lambda rank: parts[index_of(rank)])
-    if isinstance(first, Mapping):
-        return {key: _gather([part[key] for part in parts], index_of) for key in first}
-    if isinstance(first, (tuple, list)):
-        return type(first)(_gather(list(each), index_of) for each in zip(*parts, strict=True))
-    return first

@@ -39,7 +39,7 @@ from shardwise.errors import (
 from shardwise.launch import launch
 from shardwise.simulation.ranks import on_every_rank, on_rank
 from shardwise.simulation.world import simulate
-from shardwise.testing.compare import Difference, Values, differences
+from shardwise.testing.compare import Difference, Values, brief, differences
 from shardwise.testing.layouts import Mesh
 from shardwise.testing.loop import (
     Loss,
@@ -290,6 +290,11 @@ class Judgement:
 
 def judge(training: Training, outcomes: list[TrainingOutcome], folder: Path) -> Judgement:
     """Compare the outcomes of all ranks, and what they saved in the folder, with one device."""
+    try:
+        alone = play_alone(training)
+    except Exception as error:
+        text = f"{type(error).__name__}: {brief(error)}"
+        return Judgement("refused", f"one device does not train like this: {text}")
     if any(outcome.failed for outcome in outcomes):
         return Judgement("wrong", _first(outcomes, "failed"))
     if any(outcome.refused for outcome in outcomes):
@@ -297,7 +302,6 @@ def judge(training: Training, outcomes: list[TrainingOutcome], folder: Path) -> 
         if not _agree(outcome.refused for outcome in outcomes):
             return Judgement("wrong", f"refused on some ranks, or for other reasons: {text}")
         return Judgement("refused", text)
-    alone = play_alone(training)
     found = [
         (f"on rank {rank}: ", each)
         for rank, (one, many) in enumerate(zip(alone, outcomes, strict=True))
