@@ -14,7 +14,7 @@ def test_norms_of_shards_are_refused():
     with shardwise.simulate(1):
         mesh = shardwise.init_device_mesh("cpu", (1,))
         x = shardwise.ones(4, device_mesh=mesh, placements=[Shard(0)])
-        with pytest.raises(UnsupportedError, match="norms of shards.*Replicate"):
+        with pytest.raises(UnsupportedError, match=r"norms of shards.*Replicate"):
             interop.to_torch(torch.linalg.vector_norm(x))
 
 

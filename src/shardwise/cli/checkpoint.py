@@ -23,7 +23,8 @@ def run_inspect(path: str, as_json: bool) -> None:
         print(json.dumps(asdict(report), indent=2, default=str))
         return
     out = console()
-    saved_by = "not by shardwise" if report.num_ranks is None else f"by {_count('rank', report)}"
+    ranks = f"{report.num_ranks} rank{'s' * (report.num_ranks != 1)}"
+    saved_by = "not by shardwise" if report.num_ranks is None else f"by {ranks}"
     checked = "checksums" if report.has_checksums else "no checksums"
     out.print(Text(f"{path}: {report.num_bytes:,} bytes of tensors, saved {saved_by}, {checked}"))
     out.print(_tensors(report))
@@ -39,10 +40,6 @@ def run_inspect(path: str, as_json: bool) -> None:
 def _shown(text: str) -> Text:
     """Escaped before a table makes room for it."""
     return Text(printable(text))
-
-
-def _count(what: str, report: CheckpointReport) -> str:
-    return f"{report.num_ranks} {what}{'s' * (report.num_ranks != 1)}"
 
 
 def _tensors(report: CheckpointReport) -> Table:

@@ -15,7 +15,6 @@ from rich.table import Table
 from shardwise._torch.functions import tree_map
 from shardwise.cli.console import console
 from shardwise.core.world import current_world
-from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.errors import ArgumentError
 from shardwise.report import (
     Case,
@@ -39,7 +38,14 @@ from shardwise.report.html import (
 )
 from shardwise.report.step import Collective, optimizer_tensors
 from shardwise.simulation.world import play_one_rank, simulate
-from shardwise.testing.loop import call, loss_of, part_of_batch, per_rank, split_batch
+from shardwise.testing.loop import (
+    call,
+    collections_in,
+    loss_of,
+    part_of_batch,
+    per_rank,
+    split_batch,
+)
 
 _OPTIMIZERS = {
     "adamw": torch.optim.AdamW,
@@ -139,30 +145,31 @@ def _take_step(
     else:
         mine = part_of_batch(batch, sharded.part_of(rank), sharded.num_parts)
     del batch
-    updated = _updates(sharded.module, optimizer)
-    kept = [
-        inner.optimizer.state
-        for inner in module.modules()
-        if isinstance(inner, (EmbeddingBagCollection, EmbeddingCollection))
-        and inner.optimizer is not None
-    ]
+    # What is updated in backward needs no other optimizer.
+    fused = [each for each in collections_in(module).values() if each.optimizer is not None]
+    updated = {id(p) for each in fused for p in each.parameters()}
+    left = [p for p in sharded.module.parameters() if id(p) not in updated]
+    stepped = _OPTIMIZERS[optimizer](left, lr=1e-3)
 
     def forward() -> torch.Tensor:
         return loss_of(call(sharded.module, mine))
 
     def state() -> list[torch.Tensor]:
-        in_tables = [t for each in kept for states in each.values() for t in states.values()]
-        return [*optimizer_tensors(updated), *in_tables]
+        states = [found for each in fused for found in each.optimizer.state.values()]
+        return [*optimizer_tensors(stepped), *(t for each in states for t in each.values())]
 
-    report = report_step(case.target, sharded.module, device_mesh, forward, updated.step, state)
+    report = report_step(case.target, sharded.module, device_mesh, forward, stepped.step, state)
     report.collectives = [_without_own_line(each) for each in report.collectives]
     report.facts = {
         "model": f"{case.target}, {sum(p.numel() for p in module.parameters()):,} parameters",
         "plan": case.plan or "none: data parallel",
-        **{what: ", ".join(patterns) for what, patterns in _patterns(case) if patterns},
+        "fully sharded": ", ".join(case.groups),
+        "attention over positions": ", ".join(case.context),
+        "computed again in backward": ", ".join(case.recompute),
         "mesh": str(mesh),
         "optimizer": optimizer,
     }
+    report.facts = {what: text for what, text in report.facts.items() if text}
     return report
 
 
@@ -176,31 +183,10 @@ def _of_size(batch: Any, size: int) -> Any:
     return tree_map(sized, batch)
 
 
-def _patterns(case: Case) -> list[tuple[str, tuple[str, ...]]]:
-    return [
-        ("fully sharded", case.groups),
-        ("attention over positions", case.context),
-        ("computed again in backward", case.recompute),
-    ]
-
-
 def _without_own_line(each: Collective) -> Collective:
     """Without the line of this command, which calls backward."""
     own = each.line is not None and each.line.startswith(f"{Path(sys.argv[0]).name}:")
     return replace(each, line=None) if own else each
-
-
-def _updates(module: torch.nn.Module, name: str) -> torch.optim.Optimizer:
-    """An optimizer for what is not updated in backward."""
-    fused = {
-        id(p)
-        for inner in module.modules()
-        if isinstance(inner, (EmbeddingBagCollection, EmbeddingCollection))
-        and inner.optimizer is not None
-        for p in inner.parameters()
-    }
-    left = [p for p in module.parameters() if id(p) not in fused]
-    return _OPTIMIZERS[name](left, lr=1e-3)
 
 
 def show(report: StepReport, out: Console) -> None:

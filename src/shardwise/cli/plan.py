@@ -16,7 +16,7 @@ from rich.table import Table as RichTable
 
 from shardwise.cli.console import console
 from shardwise.comm.collectives import show_bytes
-from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection, Plan
+from shardwise.embedding import EmbeddingBagCollection, Plan
 from shardwise.embedding.plan import EXCHANGE_DTYPES
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.planner.calibrate import calibrate
@@ -37,6 +37,7 @@ from shardwise.planner.solve import Progress
 from shardwise.planner.workload import Workload, read_tables, with_sample, workload
 from shardwise.report.case import load_target
 from shardwise.report.plan_page import write_plan_page
+from shardwise.testing.loop import collections_in
 
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -162,11 +163,7 @@ def _workload_of_model(source: str, batch: int | None) -> Workload:
             f"{source} should return a module, or a module and a batch; found "
             f"{type(module).__name__}."
         )
-    collections = [
-        inner
-        for inner in module.modules()
-        if isinstance(inner, EmbeddingBagCollection | EmbeddingCollection)
-    ]
+    collections = list(collections_in(module).values())
     if not collections:
         raise LayoutError(
             f"{source} makes a {type(module).__name__} without a collection of tables; a planner "

@@ -425,16 +425,17 @@ class Traffic:
             style = "yellow" if row.implicit else None
             figures = f"{row.num_calls:,}", f"{row.num_bytes:,}"
             *cells, cause, line = row.cells
-            cells[2] = _short(cells[2])
+            cells[2] = short_kind(cells[2])
             cause = f"{cause}\n{line}" if line else cause
             table.add_row(*map(Text, (*cells, cause)), *figures, style=style)
         return table
 
 
-def _short(kind: str) -> str:
-    """
-    >>> _short("all_gather_into_tensor"), _short("reduce_scatter_tensor"), _short("all_reduce")
-    ('all_gather', 'reduce_scatter', 'all_reduce')
+def short_kind(kind: str) -> str:
+    """The kind of a collective without the endings of torch's ops.
+
+    >>> [short_kind(kind) for kind in ("all_gather_into_tensor", "all_to_all_single", "all_reduce")]
+    ['all_gather', 'all_to_all', 'all_reduce']
     """
     return kind.removesuffix("_single").removesuffix("_tensor").removesuffix("_into")
 

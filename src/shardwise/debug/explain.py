@@ -16,7 +16,7 @@ from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout
 from shardwise.core.placements import short
 from shardwise.debug.comm_mode import CommDebugMode
-from shardwise.debug.events import CommEvent, Place, Places, Traffic
+from shardwise.debug.events import CommEvent, Place, Places, Traffic, short_kind
 from shardwise.dispatch.plan import Entry, cache_counts
 from shardwise.dispatch.propagate import CallPlan
 from shardwise.dtensor import autograd, tensor
@@ -265,16 +265,6 @@ def _call(note: Any, place: Place, op: str | None, events: tuple[CommEvent, ...]
     )
 
 
-#: The kind of a step -> that of its collective.
-_COLLECTIVES = {
-    "all_gather": "all_gather_into_tensor",
-    "reduce_scatter": "reduce_scatter_tensor",
-    "all_to_all": "all_to_all_single",
-    "resplit": "all_to_all_single",
-    "all_reduce": "all_reduce",
-}
-
-
 def _moves(
     steps: Sequence[Sequence[Step]], events: Sequence[CommEvent]
 ) -> tuple[tuple[InputMove, ...], ...]:
@@ -284,7 +274,8 @@ def _moves(
     def move(step: Step) -> InputMove:
         if not step.communicates:
             return InputMove(step, ran=True, num_bytes=0)
-        if left and left[0].kind == _COLLECTIVES[step.kind]:
+        kind = "all_to_all" if step.kind == "resplit" else step.kind
+        if left and short_kind(left[0].kind) == kind:
             return InputMove(step, ran=True, num_bytes=left.pop(0).num_bytes)
         return InputMove(step, ran=False, num_bytes=0)
 

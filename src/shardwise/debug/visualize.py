@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,9 +25,9 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class HeldBox:
-    """A box of a tensor, as (start, stop) per dim, and the ranks that hold it."""
+    """A box of a tensor and the ranks that hold it."""
 
-    box: tuple[tuple[int, int], ...]
+    box: tuple[Span, ...]
     ranks: tuple[int, ...]
 
 
@@ -298,16 +297,15 @@ def shards_svg(shape: Sequence[int], shards: Iterable[HeldBox]) -> str:
     Vectors are one row. Layers of a tensor of three dims or more are drawn behind each other.
     """
     boxes = list(shards)
-    layers = sorted({shard.box[:-2] for shard in boxes}) if len(shape) > 2 else [()]
+    layers = sorted({shard.box[:-2] for shard in boxes})
     shift = min(_DEPTH, WIDTH / 3 / max(1, len(layers)))
     width = WIDTH - shift * (len(layers) - 1)
     height = HEIGHT - shift * (len(layers) - 1)
     drawn = []
     for number, layer in reversed(list(enumerate(layers))):
         x, y = shift * number, shift * (len(layers) - 1 - number)
-        for shard in boxes:
-            if len(shape) <= 2 or shard.box[:-2] == layer:
-                drawn.append(_rect(shard, shape, x, y, width, height))
+        inside = (shard for shard in boxes if shard.box[:-2] == layer)
+        drawn += [_rect(shard, shape, x, y, width, height) for shard in inside]
     return (
         f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" preserveAspectRatio="none" role="img" '
         f'xmlns="http://www.w3.org/2000/svg">{"".join(drawn)}</svg>'
@@ -317,11 +315,8 @@ def shards_svg(shape: Sequence[int], shards: Iterable[HeldBox]) -> str:
 def _rect(
     shard: HeldBox, shape: Sequence[int], x: float, y: float, width: float, height: float
 ) -> str:
-    rows, columns = (0.0, 1.0), (0.0, 1.0)
-    if len(shape) > 1:
-        rows = _fraction(shard.box[-2], shape[-2])
-    if shape:
-        columns = _fraction(shard.box[-1], shape[-1])
+    rows = _fraction(shard.box[-2], shape[-2]) if len(shape) > 1 else (0.0, 1.0)
+    columns = _fraction(shard.box[-1], shape[-1]) if shape else (0.0, 1.0)
     left, top = x + width * columns[0], y + height * rows[0]
     wide, high = width * (columns[1] - columns[0]), height * (rows[1] - rows[0])
     where = ", ".join(f"{start}:{stop}" for start, stop in shard.box) or "all"
@@ -341,5 +336,5 @@ def _rect(
     )
 
 
-def _fraction(span: tuple[int, int], size: int) -> tuple[float, float]:
-    return (span[0] / size, span[1] / size) if size and math.isfinite(size) else (0.0, 1.0)
+def _fraction(span: Span, size: int) -> tuple[float, float]:
+    return (span[0] / size, span[1] / size) if size else (0.0, 1.0)

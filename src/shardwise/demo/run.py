@@ -38,8 +38,9 @@ from shardwise.errors import ArgumentError, LayoutError
 from shardwise.launch import Note, join, launch
 from shardwise.report import Mesh, report_step
 from shardwise.report.html import kinds_table, memory_table, write_html
+from shardwise.report.parity import whole
 from shardwise.report.step import StepReport, optimizer_tensors
-from shardwise.simulation.ranks import agreed, on_rank
+from shardwise.simulation.ranks import on_rank
 from shardwise.simulation.world import simulate
 
 STEPS = {"dlrm": 240, "gpt": 150}
@@ -426,7 +427,7 @@ class _Training:
             ):
                 self._save()
         seconds = time.perf_counter() - begin
-        parameters = {name: whole(p.detach()) for name, p in self.model.named_parameters()}
+        parameters = {name: whole(p) for name, p in self.model.named_parameters()}
         losses = self._losses_of_all()
         if report is None and self.mesh is not None:
             report = self._reported_step(batch)  # resumed at the end
@@ -520,12 +521,6 @@ def mean_of(loss: torch.Tensor) -> float:
         value = value.full_tensor()
     present = current_world().present if dist.is_initialized() else (0,)
     return float(torch.stack([on_rank(value, rank) for rank in present]).mean())
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that a parameter stands for."""
-    value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return agreed(value).clone()
 
 
 def largest_difference(one: TrainingRun, many: TrainingRun) -> tuple[float, str]:

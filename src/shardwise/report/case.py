@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection, Plan
+from shardwise.embedding import Plan
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.parallel import (
     context_parallel,
@@ -29,12 +29,12 @@ from shardwise.parallel import (
 )
 from shardwise.plans import matching_modules, no_match, read_content
 from shardwise.testing.layouts import TENSOR_AXIS, Mesh
+from shardwise.testing.loop import collections_in
 
 #: The front doors for ranks with their own batches.
 DATA = ("data_parallel", "fully_shard")
 #: The axes that parameters and sequences are sharded along, where a mesh has them.
 SHARD_AXIS, CONTEXT_AXIS = "fsdp", "cp"
-_COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Case:
         """
         said = Mesh(tuple(mesh.mesh_dim_names or ()), tuple(mesh.mesh.shape))
         axes = self.data_axes(said)
-        collections = [m for m in module.modules() if isinstance(m, _COLLECTIONS)]
+        collections = list(collections_in(module).values())
         if self.plan is not None and section_of(self.plan) == "modules":
             module = parallelize_module(module, mesh, load_plan(self.plan), strict=True)
         elif self.plan is not None:

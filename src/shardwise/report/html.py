@@ -7,7 +7,7 @@ the element `data`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -270,25 +270,32 @@ def _timeline(report: StepReport) -> str:
 
 
 def _collectives(traffic: Traffic) -> str:
-    lines = []
-    for row in traffic.rows():
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row.cells)
-        mark = ' class="yes"' if row.implicit else ""
-        numbers = f'<td class="n">{row.num_calls:,}</td><td class="n">{row.num_bytes:,}</td>'
-        lines.append(f"<tr{mark}>{cells}{numbers}</tr>")
-    head = "".join(f"<th>{name}</th>" for name in Traffic.COLUMNS)
-    head += '<th class="n">calls</th><th class="n">bytes</th>'
-    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
+    rows = [
+        table_row((*row.cells, f"{row.num_calls:,}", f"{row.num_bytes:,}"), 2, marked=row.implicit)
+        for row in traffic.rows()
+    ]
+    return html_table((*Traffic.COLUMNS, "calls", "bytes"), rows, 2)
 
 
 def _outputs(report: StepReport) -> str:
-    rows = "".join(
-        f"<tr><td>{escape(each.module or 'the model')}</td><td>{escape(each.kind)}</td>"
-        f"<td>{escape(each.text)}</td></tr>"
-        for each in report.outputs
-    )
-    head = "<tr><th>module</th><th>kind</th><th>output</th></tr>"
-    return f'<div class="scroll"><table>{head}{rows}</table></div>'
+    rows = [table_row((o.module or "the model", o.kind, o.text)) for o in report.outputs]
+    return html_table(("module", "kind", "output"), rows)
+
+
+def html_table(columns: Sequence[str], rows: Iterable[str], num_numbers: int = 0) -> str:
+    head = table_row(columns, num_numbers, tag="th")
+    return f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>'
+
+
+def table_row(
+    cells: Sequence[str], num_numbers: int = 0, *, tag: str = "td", marked: bool = False
+) -> str:
+    """A row of a table; its last `num_numbers` cells are numbers."""
+    styles = [""] * (len(cells) - num_numbers) + [' class="n"'] * num_numbers
+    pairs = zip(cells, styles, strict=True)
+    inside = "".join(f"<{tag}{style}>{escape(cell)}</{tag}>" for cell, style in pairs)
+    mark = ' class="yes"' if marked else ""
+    return f"<tr{mark}>{inside}</tr>"
 
 
 # -- tables for a terminal -----------------------------------------------------------------------

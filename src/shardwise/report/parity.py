@@ -25,11 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from shardwise._torch.functions import BatchStatistics, tree_map
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
-from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.errors import ArgumentError
 from shardwise.launch import launch
 from shardwise.report.case import CONTEXT_AXIS, Case
-from shardwise.simulation.ranks import agreed, on_rank
+from shardwise.simulation.ranks import agreed
 from shardwise.simulation.world import simulate
 from shardwise.testing.compare import Difference, Values, differences
 from shardwise.testing.layouts import Mesh
@@ -38,6 +37,7 @@ from shardwise.testing.loop import (
     Loss,
     agree,
     call,
+    collections_in,
     loss_of,
     per_rank,
     plain_loss,
@@ -52,6 +52,7 @@ from shardwise.testing.training import (
     Training,
     judge_in_processes,
     judge_simulated,
+    on_ranks,
 )
 
 RATE = 0.1
@@ -127,11 +128,11 @@ def _keep_own_positions(mesh: Mesh, one: Values, many: Values) -> None:
     for rank in range(mesh.num_ranks):
         number = mesh.part_of(rank, (CONTEXT_AXIS,))
         for name in [n for n in one if n == _label(rank) or n.startswith(f"{_label(rank)},")]:
-            whole, part = one[name], many.get(name, one[name])
-            dims = [d for d, size in enumerate(part.shape) if whole.shape[d : d + 1] != (size,)]
-            if whole.dim() == part.dim() and len(dims) == 1:
-                chunks = whole.chunk(mesh.num_parts((CONTEXT_AXIS,)), dims[0])
-                one[name] = chunks[number] if number < len(chunks) else whole
+            full, part = one[name], many.get(name, one[name])
+            dims = [d for d, size in enumerate(part.shape) if full.shape[d : d + 1] != (size,)]
+            if full.dim() == part.dim() and len(dims) == 1:
+                chunks = full.chunk(mesh.num_parts((CONTEXT_AXIS,)), dims[0])
+                one[name] = chunks[number] if number < len(chunks) else full
 
 
 # -- both sides ------------------------------------------------------------------------------
@@ -163,22 +164,20 @@ def play_sharded(case: Case, mesh: Mesh) -> tuple[StepResult, tuple[int, ...]]:
     output = call(sharded.module, per_rank(parts, sharded.part_of))
     outputs: Values = {}
     world = current_world()
-    for rank in world.present:
-        mine = [_on_rank(leaf, rank) for leaf in tensors_of(output)]
-        outputs |= _named(mine, rank)
+    each = [on_ranks(leaf) for leaf in tensors_of(output)]
+    for place, rank in enumerate(world.present):
+        outputs |= _named([values[place] for values in each], rank)
     loss_of(output).backward()
     numbers = tuple(sharded.part_of(rank) for rank in range(world.size))
     return _finish(sharded.module, outputs), numbers
 
 
 def _finish(module: nn.Module, outputs: Values) -> StepResult:
-    gradients = {
-        name: _whole(p.grad) for name, p in module.named_parameters() if p.grad is not None
-    }
+    gradients = {name: whole(p.grad) for name, p in module.named_parameters() if p.grad is not None}
     torch.optim.SGD(
         [p for p in module.parameters() if p.grad is not None] or [_NOTHING], RATE
     ).step()
-    parameters = {name: _whole(p.detach()) for name, p in module.named_parameters()}
+    parameters = {name: whole(p) for name, p in module.named_parameters()}
     return StepResult(outputs, gradients, parameters, {"the next draws": torch.rand(4)})
 
 
@@ -201,14 +200,8 @@ def _named(output: Any, rank: int) -> Values:
     }
 
 
-def _on_rank(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    value = tensor.detach()
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    return on_rank(value, rank)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain, dense tensor that a parameter or a gradient stands for."""
     value = agreed(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
     return (value.to_dense() if value.is_sparse else value).detach().clone()
 
@@ -289,7 +282,7 @@ def check_training(
 
 def _applying(case: Case, module: nn.Module, mesh: Mesh) -> list[frozenset[str]]:
     """The options that apply to this model, each by itself."""
-    updating = any(getattr(inner, "optimizer", None) is not None for inner in _collections(module))
+    updating = any(each.optimizer is not None for each in collections_in(module).values())
     left_out = set(NOT_UPDATING) if updating else set()
     if _sparse(module):
         left_out |= {"clip", "clamp", "zeros"}
@@ -298,11 +291,6 @@ def _applying(case: Case, module: nn.Module, mesh: Mesh) -> list[frozenset[str]]
     if not case.data_axes(mesh):
         left_out.add("no_sync")
     return [frozenset([option]) for option in DEFAULT if option not in left_out]
-
-
-def _collections(module: nn.Module) -> list[nn.Module]:
-    kinds = (EmbeddingBagCollection, EmbeddingCollection)
-    return [inner for inner in module.modules() if isinstance(inner, kinds)]
 
 
 def _sparse(module: nn.Module) -> bool:

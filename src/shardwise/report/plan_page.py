@@ -10,7 +10,7 @@ from shardwise.comm.collectives import show_bytes
 from shardwise.planner.explaining import Comparison, choices, describe_result, to_json
 from shardwise.planner.planning import PlanResult
 from shardwise.planner.price import Price
-from shardwise.report.html import page, write_page
+from shardwise.report.html import html_table, page, table_row, write_page
 
 #: At most so many ranks have bars.
 MOST_RANKS = 256
@@ -52,20 +52,14 @@ def _bars(title: str, priced: Price) -> str:
 
 
 def _choices(result: PlanResult) -> str:
-    rows = "".join(
-        f"<tr><td>{escape(c.table)}</td><td>{escape(c.label)}</td>"
-        f"<td>{escape(', '.join(map(str, c.ranks[:8])))}{'…' if len(c.ranks) > 8 else ''}</td>"
-        f"<td>{escape(c.why)}</td><td>{escape(c.next_label or '')}</td>"
-        f'<td class="n">{_ms(c.next_cost_s)}</td></tr>'
-        for c in choices(result)
-    )
     names = ("table", "chosen", "ranks", "why", "next best", "cost with it")
-    head = f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
-    return f'<h2>Tables</h2><div class="scroll"><table>{head}{rows}</table></div>'
-
-
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1e3 * seconds:.4g} ms"
+    rows = []
+    for each in choices(result):
+        ranks = ", ".join(map(str, each.ranks[:8])) + "…" * (len(each.ranks) > 8)
+        cost = "" if each.next_cost_s is None else f"{1e3 * each.next_cost_s:.4g} ms"
+        cells = (each.table, each.label, ranks, each.why, each.next_label or "", cost)
+        rows.append(table_row(cells, 1))
+    return f"<h2>Tables</h2>{html_table(names, rows, 1)}"
 
 
 def _compared(result: PlanResult, comparisons: Sequence[Comparison]) -> str:

@@ -21,7 +21,7 @@ from shardwise.core.box import Box
 from shardwise.core.mesh import grid_of
 from shardwise.core.placements import short
 from shardwise.debug import CommDebugMode
-from shardwise.debug.events import CommEvent, Place, Traffic
+from shardwise.debug.events import CommEvent, Place, Traffic, short_kind
 from shardwise.debug.visualize import HeldBox, holder_map
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
@@ -88,18 +88,11 @@ class Timeline(CommDebugMode):
         self._open = place
 
 
-_COSTS = {
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-}
-
-
 def expected_s(event: CommEvent, num_ranks: int) -> float:
-    """The expected seconds of a collective."""
-    kind = _COSTS.get(event.kind, "all_reduce")
+    """The expected seconds of a collective; an unknown kind counts as an all-reduce."""
+    kind = short_kind(event.kind)
+    if kind not in ("all_gather", "reduce_scatter", "all_to_all", "broadcast"):
+        kind = "all_reduce"
     larger = event.num_bytes * (num_ranks if kind == "all_gather" else 1)
     return collective_s(kind, num_ranks, larger)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise._torch.functions import tree_leaves, tree_map
 from shardwise.core.world import current_world
-from shardwise.embedding import Jagged
+from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection, Jagged
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.simulation.ranks import on_every_rank
 
@@ -122,6 +122,12 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 def plain_loss(module: nn.Module, batch: Any) -> torch.Tensor:
     return loss_of(call(module, batch))
+
+
+def collections_in(module: nn.Module) -> dict[str, Any]:
+    """The collections of tables in a module, by their paths."""
+    kinds = (EmbeddingBagCollection, EmbeddingCollection)
+    return {path: each for path, each in module.named_modules() if isinstance(each, kinds)}
 
 
 @contextlib.contextmanager

@@ -28,7 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise import checkpoint
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
-from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.errors import (
     CollectiveError,
     LaunchError,
@@ -44,6 +43,7 @@ from shardwise.testing.layouts import Mesh
 from shardwise.testing.loop import (
     Loss,
     StepRun,
+    collections_in,
     freeze,
     per_rank,
     plain_loss,
@@ -112,15 +112,11 @@ class TrainingOutcome:
 
 def late_parameters(module: nn.Module) -> list[str]:
     """Every second trained parameter; those of tables may have no gradient."""
-    collections = [
-        name
-        for name, inner in module.named_modules()
-        if isinstance(inner, (EmbeddingBagCollection, EmbeddingCollection))
-    ]
+    of_tables = {id(p) for each in collections_in(module).values() for p in each.parameters()}
     return [
         name
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad and not name.startswith(tuple(f"{c}." for c in collections))
+        if parameter.requires_grad and id(parameter) not in of_tables
     ][::2]
 
 
@@ -234,14 +230,14 @@ def _cloned(tensor: torch.Tensor) -> Callable[[int], torch.Tensor]:
 def _outcomes(run: StepRun, first: Values) -> list[TrainingOutcome]:
     made = [TrainingOutcome() for _ in range(_num_present())]
     for name, parameter in _parameters(run.module):
-        for outcome, value in zip(made, _on_ranks(parameter), strict=True):
+        for outcome, value in zip(made, on_ranks(parameter), strict=True):
             outcome.parameters[name] = value - first.get(name, 0)
     for name, buffer in run.module.named_buffers():
-        for outcome, value in zip(made, _on_ranks(buffer), strict=True):
+        for outcome, value in zip(made, on_ranks(buffer), strict=True):
             outcome.buffers[name] = value
     if run.left is not None:
         for name, parameter in _parameters(run.left):
-            for outcome, value in zip(made, _on_ranks(parameter), strict=True):
+            for outcome, value in zip(made, on_ranks(parameter), strict=True):
                 outcome.left[name] = value - first[name]
     return made
 
@@ -262,7 +258,7 @@ def _buffers(module: nn.Module) -> Values:
     return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
 
-def _on_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
+def on_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The whole value on each rank that is present."""
     value = tensor.detach()
     if isinstance(value, DTensor):
