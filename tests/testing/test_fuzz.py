@@ -87,10 +87,11 @@ def test_every_row_of_the_tables_makes_a_step(family, number):
 def _makes_a_step(row, seed):
     growth = Growth(seed, (2, 2))
     hand = growth.hand
-    growth._add_leaves([hand.new((3, 4), torch.float64, grad=True)])
-    growth._add_leaves([hand.new((2, 2, 3), torch.float32, grad=False)])
-    growth._add_leaves([hand.new((3,), torch.int64)])
-    growth._add_leaves([hand.new((2,), torch.complex128, grad=False)])
+    hand.new((3, 4), torch.float64, grad=True)
+    hand.new((2, 2, 3), torch.float32, grad=False)
+    hand.new((3,), torch.int64)
+    hand.new((2,), torch.complex128, grad=False)
+    growth._add_leaves()
     growth._try(Draft("v0.sin().sum().backward()", statement=True))
     growth._try(Draft("v0.t()"))
     growth._try(Draft("w.full_tensor(v0)", local=True))
@@ -399,7 +400,8 @@ def test_a_gradient_stays_as_it_is_when_its_leaf_is_turned():
 @pytest.mark.parametrize("between", ["v0 * 1", "-v0"])
 def test_the_sign_of_a_zero_is_not_asked_for(between):
     growth = Growth(0, (2,))
-    growth._add_leaves([growth.hand.new((3,), torch.float64, grad=False)])
+    growth.hand.new((3,), torch.float64, grad=False)
+    growth._add_leaves()
     assert growth._try(Draft("v0 * 0"))
     assert growth._try(Draft(between.replace("v0", "v1")))
     assert not growth._try(Draft("torch.signbit(v2)"))
@@ -409,7 +411,8 @@ def test_the_sign_of_a_zero_is_not_asked_for(between):
 def test_only_the_first_result_of_an_op_retains_its_gradient():
     """Torch ends the process where a write to a later one rebases its history."""
     growth = Growth(0, (2,))
-    growth._add_leaves([growth.hand.new((2, 3), torch.float64, grad=True)])
+    growth.hand.new((2, 3), torch.float64, grad=True)
+    growth._add_leaves()
     assert growth._try(Draft("torch.aminmax(v0, dim=0)"))
     row = next(row for row in AUTOGRAD if getattr(row, "__name__", "") == "_retained")
     retained = {row(growth.hand).code for _ in range(20)}
@@ -425,7 +428,8 @@ def test_group_norm_has_no_bias_alone():
     row = next(row for row in LAYERS if getattr(row, "__name__", "") == "_group_norm")
     for seed in range(40):
         growth = Growth(seed, (2,))
-        growth._add_leaves([growth.hand.new((2, 2, 3), torch.float64)])
+        growth.hand.new((2, 2, 3), torch.float64)
+        growth._add_leaves()
         code = row(growth.hand)
         assert "weight=None, bias" not in code
 
@@ -689,7 +693,8 @@ def test_the_graph_of_a_gradient_keeps_what_came_through_a_door():
     found = set()
     for seed in range(40):
         growth = Growth(seed, (2,))
-        growth._add_leaves([growth.hand.new((2, 3), torch.float64, grad=True)])
+        growth.hand.new((2, 3), torch.float64, grad=True)
+        growth._add_leaves()
         assert growth._try(Draft("v0.sin()"))
         draft = row(growth.hand)
         found.add("full_tensor" in draft.code)

@@ -1,4 +1,4 @@
-"""Train a model of `shardwise.testing.models` on one device and sharded: for both worlds.
+"""Train small models on one device and sharded: for both worlds.
 
 A run is ten steps of AdamW with clipping, a schedule, and two batches per step. It returns the
 loss and output of every step, and gradients, parameters, buffers and states at the end.
@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from parity import whole
 from torch import nn
+from torch.nn import functional as F
 
 import shardwise
 from shardwise import Placement, Replicate, Shard
-from shardwise.testing import models
+from shardwise.testing.models import GPT, ClickModel
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 NUM_STEPS = 10
@@ -53,7 +54,7 @@ def sharded(run, dropout=0.0):
 def _made(run, dropout):
     """The model and two batches per step, from one seed."""
     torch.manual_seed(5)
-    model = getattr(models, run.model)(**run.options, dropout=dropout).double()
+    model = MODELS[run.model](**run.options, dropout=dropout).double()
     batches = [
         tuple(t.double() if t.is_floating_point() else t for t in model.batch(run.batch_size))
         for _ in range(2 * NUM_STEPS)
@@ -101,6 +102,56 @@ def assert_same(found, expected):
         torch.testing.assert_close(
             found[name], tensor, rtol=1e-6, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+class ConvNet(nn.Module):
+    """Convolutions with batch norm, pooling and a linear head."""
+
+    def __init__(self, channels=6, num_classes=5, dropout=0.0):
+        super().__init__()
+        self.num_classes = num_classes
+        self.conv1 = nn.Conv2d(3, channels, 3, padding=1)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(2 * channels)
+        self.drop = nn.Dropout(dropout)
+        self.head = nn.Linear(2 * channels, num_classes)
+
+    def forward(self, images):
+        x = F.max_pool2d(F.relu(self.norm1(self.conv1(images))), 2)
+        x = F.relu(self.norm2(self.conv2(x)))
+        return self.head(self.drop(x.mean((2, 3))))
+
+    def loss(self, images, classes):
+        return F.cross_entropy(self(images), classes)
+
+    def batch(self, size):
+        classes = torch.randint(0, self.num_classes, (size,))
+        return torch.randn(size, 3, 8, 8), classes
+
+
+class Recurrent(nn.Module):
+    """A recurrent net over tokens that predicts the next one; `kind` is "LSTM" or "GRU"."""
+
+    def __init__(self, kind="LSTM", vocabulary=13, width=8, dropout=0.0):
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.net = getattr(nn, kind)(width, width, num_layers=2, batch_first=True, dropout=dropout)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids):
+        return self.head(self.net(self.tokens(ids))[0])
+
+    def loss(self, ids, targets):
+        return F.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
+
+    def batch(self, size):
+        ids = torch.randint(0, self.vocabulary, (size, 6))
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+MODELS = {model.__name__: model for model in (GPT, ClickModel, ConvNet, Recurrent)}
 
 
 # -- the runs --------------------------------------------------------------------------------

@@ -315,13 +315,14 @@ def _host() -> str:
 # Noted: one recorded call of `agree`, and its text; see Note [Journals].
 
 
+@dataclass(slots=True, eq=False)
 class Noted:
     """One call: its key, its code, what it is, and the line of the program that first made it."""
 
-    __slots__ = ("code", "key", "line", "text")
-
-    def __init__(self, key: list[Any] | None, code: int, text: str, line: str | None) -> None:
-        self.key, self.code, self.text, self.line = key, code, text, line
+    key: list[Any] | None
+    code: int
+    text: str
+    line: str | None
 
     def __str__(self) -> str:
         return f"{self.text} at {self.line}" if self.line is not None else self.text

@@ -104,9 +104,11 @@ class Recommending:
         return [torch.optim.SGD(dense, lr=DENSE_RATE, momentum=0.9)]
 
     def optimizers_within(self, model: Any) -> list[Any]:
+        """Optimizers that are part of the model and update it in backward."""
         return [model.tables.optimizer]
 
     def identity(self) -> dict[str, Any]:
+        """Equal for two runs of one training, whatever the number of steps and ranks."""
         tables = {table.name: table.num_embeddings for table in self.tables()}
         return {"model": "dlrm", "seed": self.seed, "examples": self.size, "tables": tables}
 
@@ -120,18 +122,16 @@ class Recommending:
         return ClickLog(self.seed).batches(self.num_steps, self.size)
 
     def loss(self, model: Any, batch: Batch, num_ranks: int) -> torch.Tensor:
+        """Each rank's loss; `num_ranks` is 0 on one device."""
         whole = (batch.dense, batch.ids, batch.clicks)
         if not num_ranks:
             return model.loss(*whole)
         parts = split_batch(whole, num_ranks)
         return model.loss(*per_rank(parts, lambda rank: rank))
 
-    def num_examples(self, batch: Batch) -> int:
-        return len(batch)
-
     @torch.no_grad()
     def examine(self, model: nn.Module) -> dict[str, Any]:
-        """Metrics on new examples: loss, and how often the side of the truth is predicted."""
+        """Metrics on new examples: loss, and how often the true side of 50% is predicted."""
         if self.data is not None:
             return {}
         log = ClickLog(self.seed)
@@ -141,11 +141,11 @@ class Recommending:
         odds = torch.cat([model(b.dense, b.ids) for b in fresh])
         clicks = torch.cat([b.clicks for b in fresh])
         truth = torch.cat([b.truth for b in fresh if b.truth is not None])
-        loss = nn.functional.binary_cross_entropy_with_logits(odds, clicks)
+        loss = F.binary_cross_entropy_with_logits(odds, clicks)
         share = clicks.mean()
         return {
             "loss": float(loss),
-            "best loss": best_loss(fresh),
+            "best loss": float(F.binary_cross_entropy_with_logits(truth, clicks)),
             "blind loss": float(-(share * share.log() + (1 - share) * (1 - share).log())),
             "accuracy": float(((odds > 0) == (truth > 0)).float().mean()),
         }
@@ -273,9 +273,6 @@ class Writing:
         scores = model(batch[:, :-1])
         return F.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
 
-    def num_examples(self, batch: torch.Tensor) -> int:
-        return len(batch)
-
     @torch.no_grad()
     def examine(self, model: nn.Module) -> dict[str, Any]:
         """Metrics on text that the model has not seen."""
@@ -289,6 +286,10 @@ class Writing:
             "blind loss": float(-(share[target].clamp(min=1e-6).log()).mean()),
             "next characters right": float((scores.argmax(1) == target).float().mean()),
         }
+
+
+#: A model, how it is sharded, and its examples; picklable, for processes.
+Task = Recommending | Writing
 
 
 # -- click logs ----------------------------------------------------------------------------------
@@ -394,13 +395,6 @@ def _bags(ids: dict[str, torch.Tensor], seen: torch.Tensor) -> Jagged:
             values.append(bag.reshape(-1))
             lengths.append(torch.full((len(bag),), bag.shape[1]))
     return Jagged(features, torch.cat(values), lengths=torch.cat(lengths))
-
-
-def best_loss(batches: Sequence[Batch]) -> float:
-    """The loss of the true probabilities."""
-    truth = torch.cat([b.truth for b in batches if b.truth is not None])
-    clicks = torch.cat([b.clicks for b in batches])
-    return float(torch.nn.functional.binary_cross_entropy_with_logits(truth, clicks))
 
 
 # -- Criteo's format -------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def differences(what: str, one: Values, many: Values) -> Iterator[Difference]:
             shapes = f"{tuple(found.shape)}, not {tuple(expected.shape)}"
             yield Difference(what, name, 0.0, scale, f"has shape {shapes}")
         else:
-            gap = _largest(_doubled(found) - _doubled(expected))
+            gap = _largest(_in_double(found) - _in_double(expected))
             remark = "" if gap == gap else "not a number"
             yield Difference(what, name, gap, scale, remark)
     for name in many.keys() - one.keys():
@@ -164,10 +164,10 @@ def differences(what: str, one: Values, many: Values) -> Iterator[Difference]:
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    return float(_doubled(tensor).abs().max()) if tensor.numel() else 0.0
+    return float(_in_double(tensor).abs().max()) if tensor.numel() else 0.0
 
 
-def _doubled(tensor: torch.Tensor) -> torch.Tensor:
+def _in_double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
@@ -384,7 +384,7 @@ def difference(found: Any, expected: Any, allowed: float) -> str:
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
     value = value.detach().resolve_conj().resolve_neg()
-    return torch.view_as_real(value.to(torch.complex128)) if value.is_complex() else value.double()
+    return torch.view_as_real(_in_double(value)) if value.is_complex() else _in_double(value)
 
 
 def _scalar_difference(found: Any, expected: Any, allowed: float) -> str:

@@ -1,6 +1,6 @@
 """Small models of the kinds that people shard, and those that are easily sharded wrongly.
 
-Plain modules that know nothing of shards. Each has a `loss` of a batch, and `batch` draws one.
+Plain modules that know nothing of shards. `KINDS` lists those that training steps are checked with.
 """
 
 from __future__ import annotations
@@ -109,32 +109,6 @@ class GPT(nn.Module):
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-class ConvNet(nn.Module):
-    """Convolutions with batch norm, pooling and a linear head."""
-
-    def __init__(self, channels: int = 6, num_classes: int = 5, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.num_classes = num_classes
-        self.conv1 = nn.Conv2d(3, channels, 3, padding=1)
-        self.norm1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(2 * channels)
-        self.drop = nn.Dropout(dropout)
-        self.head = nn.Linear(2 * channels, num_classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = F.max_pool2d(F.relu(self.norm1(self.conv1(images))), 2)
-        x = F.relu(self.norm2(self.conv2(x)))
-        return self.head(self.drop(x.mean((2, 3))))
-
-    def loss(self, images: Tensor, classes: Tensor) -> Tensor:
-        return F.cross_entropy(self(images), classes)
-
-    def batch(self, size: int) -> tuple[Tensor, ...]:
-        classes = torch.randint(0, self.num_classes, (size,))
-        return torch.randn(size, 3, 8, 8), classes
-
-
 class ClickModel(nn.Module):
     """Bags of categories, an MLP for numbers, products of all pairs, an MLP on top."""
 
@@ -170,31 +144,9 @@ class ClickModel(nn.Module):
         return torch.randn(size, 4), torch.randint(0, 2, (size,)).float(), *ids
 
 
-class Recurrent(nn.Module):
-    """A recurrent net over tokens that predicts the next one; `kind` is "LSTM" or "GRU"."""
-
-    def __init__(
-        self, kind: str = "LSTM", vocabulary: int = 13, width: int = 8, dropout: float = 0.0
-    ) -> None:
-        super().__init__()
-        self.vocabulary = vocabulary
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.net = getattr(nn, kind)(width, width, num_layers=2, batch_first=True, dropout=dropout)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.net(self.tokens(ids))[0])
-
-    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
-
-    def batch(self, size: int) -> tuple[Tensor, ...]:
-        ids = torch.randint(0, self.vocabulary, (size, 6))
-        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-
-# Plain modules that know nothing of shards; each returns the loss of a batch. It is a mean over the
-# examples, so the loss of a batch is the mean of the losses of its equal parts.
+# -- models that return their loss ---------------------------------------------------------------
+# It is a mean over the examples, so the loss of a batch is the mean of the losses of its equal
+# parts.
 
 
 VOCABULARY, WIDTH, HIDDEN = 11, 6, 10
@@ -446,7 +398,7 @@ class Statistics(Trained):
 
 
 class LossOf(Trained):
-    """One of `shardwise.testing.models`, whose loss is a method."""
+    """A model whose loss is a method, as a module that returns it."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -454,16 +406,6 @@ class LossOf(Trained):
 
     def forward(self, *batch: Tensor) -> Tensor:
         return self.body.loss(*batch)  # type: ignore[operator]
-
-
-class SmallGPT(LossOf):
-    def __init__(self) -> None:
-        super().__init__(GPT(width=8, num_heads=2, hidden=10, num_blocks=1, max_length=4))
-
-
-class SmallRecommender(LossOf):
-    def __init__(self) -> None:
-        super().__init__(ClickModel(rows=(11, 7), width=4))
 
 
 Batch = tuple[object, ...]
@@ -534,7 +476,7 @@ FUSED = NO_PENALTY | {"no_sync", "zeros", "scale", "losses", "pair", "sum", "inp
 OWN_STATISTICS = frozenset({"save", "reload"})
 #: Rounding decides which experts are chosen.
 ROUTED = frozenset({"autocast"})
-#: The models of `testing.models` have no such layers.
+#: A model in `LossOf` has no such layers.
 SPARE = frozenset({"unused", "sometimes", "recompute", "added"})
 
 KINDS: dict[str, Kind] = {
@@ -614,7 +556,7 @@ KINDS: dict[str, Kind] = {
         without=SPARSE,
     ),
     "gpt": Kind(
-        SmallGPT,
+        lambda: LossOf(GPT(width=8, num_heads=2, hidden=10, num_blocks=1, max_length=4)),
         _own,
         {
             "body.blocks.*.up": "colwise",
@@ -624,7 +566,7 @@ KINDS: dict[str, Kind] = {
         without=NO_PENALTY | SPARE,
     ),
     "recommender": Kind(
-        SmallRecommender,
+        lambda: LossOf(ClickModel(rows=(11, 7), width=4)),
         _own,
         {"body.bottom.0": "colwise", "body.bottom.2": "rowwise"},
         sharded=("body.tables.0.weight", "body.tables.1.weight"),

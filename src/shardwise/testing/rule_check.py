@@ -252,8 +252,7 @@ class _Entry:
 
 def _on_one_device(sample: Sample) -> Alone:
     """The call, with gradients of as many operands as possible."""
-    tensors = SampleAlone(sample).tensors
-    every = tuple(t.is_floating_point() or t.is_complex() for t in tensors)
+    every = tuple(t.is_floating_point() or t.is_complex() for t in _tensors(sample.args))
     first = (every[0], *[False] * (len(every) - 1)) if every else ()
     for wants_grad in (every, first):
         with contextlib.suppress(RuntimeError):  # not differentiable with respect to one of them

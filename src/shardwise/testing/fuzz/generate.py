@@ -67,7 +67,8 @@ class Growth:
     def grown(self) -> Program:
         """A program of some steps, with backward at the end where something requires grad."""
         for _ in range(self.random.choice((1, 1, 2))):
-            self._add_leaves([self.hand.new(self.hand.shape())])
+            self.hand.new(self.hand.shape())
+            self._add_leaves()
         wanted, tries = self.random.randint(3, 12), 0
         while wanted > 0 and tries < 60 and not self.refused:
             tries += 1
@@ -106,9 +107,8 @@ class Growth:
 
     def _try(self, draft: Draft) -> bool:
         """Keep the draft as a step, or leave everything as it was."""
-        leaves, size = list(self.hand.made), len(self.items)
-        self.hand.made.clear()
-        self._add_leaves([leaf.name for leaf in leaves], leaves)
+        size = len(self.items)
+        self._add_leaves()
         step: Statement | None = None
         try:
             step = self._step(draft)
@@ -211,9 +211,9 @@ class Growth:
         del self.items[size:]
         self._restart()
 
-    def _add_leaves(self, names: list[str], leaves: list[Any] | None = None) -> None:
-        for leaf in leaves if leaves is not None else list(self.hand.made):
-            assert leaf.name in names, "only what a row has asked for is added"
+    def _add_leaves(self) -> None:
+        """Add the leaves that a row has asked for."""
+        for leaf in self.hand.made:
             self.items.append(leaf)
             self._execute(leaf)
         self.hand.made.clear()

@@ -15,6 +15,7 @@ import torch
 from shardwise._torch.autograd import current_node
 from shardwise._torch.dispatch import TorchDispatchMode
 from shardwise._torch.functions import tree_leaves, tree_map
+from shardwise.testing.cases import repeats_memory
 from shardwise.testing.compare import difference, tolerance
 from shardwise.testing.fuzz.hand import MOST
 from shardwise.testing.fuzz.program import Item, OneDevice, Program, Statement, WorldState
@@ -82,7 +83,7 @@ class UndefinedMode(TorchDispatchMode):
             elif func is aten.div_.Tensor and _in_view_again(False) and (args[1] > 1).any():
                 self.found = SHARED_VIEW  # a sum over entries, by how many there are
         result = _run(func, args, kwargs)
-        if self.found is None and func.overloadpacket in _SCATTERS and _repeats(result):
+        if self.found is None and func.overloadpacket in _SCATTERS and repeats_memory(result):
             self.found = SHARED_RESULT
         return result
 
@@ -164,12 +165,6 @@ def _addresses(x: torch.Tensor) -> list[int]:
     end = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     places = torch.arange(max(end, 0)).as_strided(x.shape, x.stride()).flatten()
     return [x.data_ptr() + place * x.itemsize for place in places.tolist()]
-
-
-def _repeats(x: torch.Tensor) -> bool:
-    """Whether several entries are one place in memory."""
-    addresses = _addresses(x)
-    return len(set(addresses)) < len(addresses)
 
 
 def _has_equal(x: torch.Tensor, dim: int) -> bool:

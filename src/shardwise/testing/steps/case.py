@@ -166,78 +166,58 @@ class StepCase:
 def open_doors(case: StepCase, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Call the front doors of the case in order; returns the module."""
     flattened: dict[tuple[str, ...], DeviceMesh] = {}
-
-    def axes_of(door: Door) -> DeviceMesh:
-        if mesh.ndim == 1:
-            return mesh
-        if len(door.axes) == 1:
-            return mesh[door.axes[0]]
-        if door.flattened:
-            if door.axes not in flattened:
-                flattened[door.axes] = mesh[door.axes]._flatten()
-            return flattened[door.axes]
-        return mesh[door.axes]
-
     for door in case.doors:
-        axes = functools.partial(axes_of, door)
-        module = _CALLS[door.name](door, KINDS[case.kind], module, mesh, axes)
+        part = _submesh(door, mesh, flattened) if door.axes else mesh
+        module = _open(door, KINDS[case.kind], module, mesh, part)
     return module
 
 
-Axes = Callable[[], DeviceMesh]
+def _submesh(
+    door: Door, mesh: DeviceMesh, flattened: dict[tuple[str, ...], DeviceMesh]
+) -> DeviceMesh:
+    """The axes that a door names; each flattened mesh is made once."""
+    if mesh.ndim == 1:
+        return mesh
+    if len(door.axes) == 1:
+        return mesh[door.axes[0]]
+    if not door.flattened:
+        return mesh[door.axes]
+    if door.axes not in flattened:
+        flattened[door.axes] = mesh[door.axes]._flatten()
+    return flattened[door.axes]
 
 
-def _parallelize(
-    door: Door, kind: Kind, module: nn.Module, mesh: DeviceMesh, axes: Axes
-) -> nn.Module:
-    part = axes() if door.axes else mesh
-    return parallelize_module(module, part, dict(kind.plan), strict=True)
-
-
-def _replicate(_: Door, __: Kind, module: nn.Module, mesh: DeviceMesh, ___: Axes) -> nn.Module:
-    layers = [
-        name
-        for name, layer in module.named_modules()
-        if name and not any(layer.children()) and any(True for _ in layer.parameters())
-    ]
-    return parallelize_module(module, mesh, dict.fromkeys(layers, "replicate"), strict=True)
-
-
-def _data_parallel(door: Door, _: Kind, module: nn.Module, __: DeviceMesh, axes: Axes) -> nn.Module:
-    for target in _targets(door, module):
-        data_parallel(target, axes())
+def _open(door: Door, kind: Kind, module: Any, mesh: DeviceMesh, part: DeviceMesh) -> nn.Module:
+    """Make one call; `part` has the axes that the door names."""
+    match door.name:
+        case "tp":
+            return parallelize_module(module, part, dict(kind.plan), strict=True)
+        case "replicate":
+            layers = [
+                name
+                for name, layer in module.named_modules()
+                if name and not any(layer.children()) and any(True for _ in layer.parameters())
+            ]
+            return parallelize_module(module, mesh, dict.fromkeys(layers, "replicate"), strict=True)
+        case "cp":
+            dims = {"ids": 1, "target": 1}
+            return context_parallel(
+                module, mesh, kind.attention, axis=door.axes[0], sequence_dims=dims
+            )
+        case "ep":
+            return expert_parallel(module, mesh, kind.experts, axis=door.axes[0])
+        case "sm":
+            ranks = [f"rank:{rank}/cpu" for rank in range(dist.get_world_size())]
+            spec = ChunkShardingSpec(dim=int(door.detail), placements=list(ranks))
+            return shard_module(module, ShardingPlan(dict.fromkeys(kind.sharded, spec)))
+        case "dm":
+            return distribute_module(module, mesh, functools.partial(_by_plan, kind))
+        case "tables":
+            module.tables.shard(part, door.detail)
+        case _:
+            for target in _targets(door, module):
+                (data_parallel if door.name == "dp" else fully_shard)(target, part)
     return module
-
-
-def _fully_shard(door: Door, _: Kind, module: nn.Module, __: DeviceMesh, axes: Axes) -> nn.Module:
-    for target in _targets(door, module):
-        fully_shard(target, axes())
-    return module
-
-
-def _context(door: Door, kind: Kind, module: nn.Module, mesh: DeviceMesh, _: Axes) -> nn.Module:
-    dims = {"ids": 1, "target": 1}
-    return context_parallel(module, mesh, kind.attention, axis=door.axes[0], sequence_dims=dims)
-
-
-def _experts(door: Door, kind: Kind, module: nn.Module, mesh: DeviceMesh, _: Axes) -> nn.Module:
-    return expert_parallel(module, mesh, kind.experts, axis=door.axes[0])
-
-
-def _shard_module(door: Door, kind: Kind, module: nn.Module, _: DeviceMesh, __: Axes) -> nn.Module:
-    ranks = [f"rank:{rank}/cpu" for rank in range(dist.get_world_size())]
-    spec = ChunkShardingSpec(dim=int(door.detail), placements=list(ranks))
-    return shard_module(module, ShardingPlan(dict.fromkeys(kind.sharded, spec)))
-
-
-def _tables(door: Door, _: Kind, module: nn.Module, __: DeviceMesh, axes: Axes) -> nn.Module:
-    collection: Any = module.tables
-    collection.shard(axes(), door.detail)
-    return module
-
-
-def _distribute(_: Door, kind: Kind, module: nn.Module, mesh: DeviceMesh, __: Axes) -> nn.Module:
-    return distribute_module(module, mesh, functools.partial(_by_plan, kind))
 
 
 def _by_plan(kind: Kind, name: str, layer: nn.Module, mesh: DeviceMesh) -> None:
@@ -259,19 +239,6 @@ def _targets(door: Door, module: nn.Module) -> Iterator[nn.Module]:
         yield from (child for child in module.children() if any(True for _ in child.parameters()))
     else:
         yield module.get_submodule(door.path)
-
-
-_CALLS: dict[str, Callable[[Door, Kind, nn.Module, DeviceMesh, Axes], nn.Module]] = {
-    "tp": _parallelize,
-    "replicate": _replicate,
-    "dp": _data_parallel,
-    "fs": _fully_shard,
-    "cp": _context,
-    "ep": _experts,
-    "sm": _shard_module,
-    "tables": _tables,
-    "dm": _distribute,
-}
 
 
 def global_batch(case: StepCase, batch: Any, mesh: DeviceMesh) -> Any:
