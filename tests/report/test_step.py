@@ -61,7 +61,7 @@ def test_parts_cover_each_parameter_once(report):
 
 def test_outputs_are_named(report):
     texts = {each.module: each.text for each in report.outputs}
-    assert texts["up"] == "4x5 of each rank's own"
+    assert texts["up"] == "4x5 (differs by rank)"
 
 
 def test_json_holds_the_same(report):

@@ -233,10 +233,10 @@ def facts(one: TrainingRun, many: TrainingRun, world: str) -> dict[str, str]:
     }
     known = one.found
     if "loss" in known:
-        text = f"{known['loss']:.4f}"
+        others = f"frequencies alone {known['blind loss']:.4f}"
         if "best loss" in known:
-            text += f"; of the true probabilities {known['best loss']:.4f}"
-        found["loss on new examples"] = f"{text}; of the mean alone {known['blind loss']:.4f}"
+            others = f"true probabilities {known['best loss']:.4f}, {others}"
+        found["loss on new examples"] = f"{known['loss']:.4f} ({others})"
     if "accuracy" in known:
         found["on the true side of 50%"] = f"{known['accuracy']:.1%} of new examples"
     if "next characters right" in known:

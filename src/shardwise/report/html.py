@@ -74,7 +74,7 @@ p { color: var(--soft); margin: .25rem 0 .75rem }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .875rem }
 th, td { text-align: left; padding: .2rem .75rem .2rem 0; border-bottom: 1px solid var(--line);
   vertical-align: top; overflow-wrap: normal } td.n, th.n { text-align: right }
-dl { display: grid; grid-template-columns: minmax(7rem, max-content) 1fr; gap: .15rem 1rem }
+dl { display: grid; grid-template-columns: fit-content(45%) 1fr; gap: .15rem 1rem }
 dt { color: var(--soft) } dd { margin: 0 }
 .bar { display: flex; height: 1.4rem; background: var(--box); border-radius: 3px; overflow: hidden }
 .rank { display: grid; grid-template-columns: 3.5rem 1fr 6.5rem; gap: .5rem; align-items: center;
@@ -129,21 +129,23 @@ def _sections(report: StepReport) -> Iterator[str]:
     yield f"<h1>{escape(report.title)}</h1>"
     yield f"<dl>{''.join(_row(n, t) for n, t in report.facts.items())}</dl>"
     yield _section("The mesh", _mesh_text(report), _mesh(report))
-    text = "What a rank holds after backward, and the most that lives at once in a step."
+    text = "What a rank holds after backward; peak: the most that it holds at once in a step."
     yield _section("Memory of each rank", text, _memory(report))
     text = (
-        "A picture for each parameter. A shard has the colour of its rank; grey: several hold it."
+        "One picture per parameter. A shard has the colour of the rank that holds it; grey: "
+        "several ranks hold it."
     )
     cards = "".join(map(_card, report.parameters))
     yield _section("Who holds what", text, f'<div class="cards">{cards}</div>')
     text = (
         f"{len(report.collectives):,} collectives, {report.num_bytes:,} bytes from each rank; "
-        f"{report.num_implicit:,} implicit. Wide is many bytes; below a module are its submodules."
+        f"{report.num_implicit:,} implicit. The width of a box is its share of the bytes; "
+        "submodules are below their module."
     )
     yield _section("Communication by module", text, _flame(report))
     text = (
-        f"{1000 * report.seconds:.1f} ms in this process. Where one process plays all ranks, it "
-        "computes for all of them in turn; a collective is drawn where it began, with its expected "
+        f"{1000 * report.seconds:.1f} ms in this process. A process that plays all ranks computes "
+        "for one after the other. A collective is drawn where it began, as wide as its expected "
         "duration."
     )
     yield _section("One step", text, _timeline(report))
@@ -270,11 +272,15 @@ def _timeline(report: StepReport) -> str:
 
 
 def _collectives(traffic: Traffic) -> str:
+    found = traffic.rows()
+    shown = len(Traffic.COLUMNS) - (not any(row.cells[-1] for row in found))  # lines of code
     rows = [
-        table_row((*row.cells, f"{row.num_calls:,}", f"{row.num_bytes:,}"), 2, marked=row.implicit)
-        for row in traffic.rows()
+        table_row(
+            (*row.cells[:shown], f"{row.num_calls:,}", f"{row.num_bytes:,}"), 2, marked=row.implicit
+        )
+        for row in found
     ]
-    return html_table((*Traffic.COLUMNS, "calls", "bytes"), rows, 2)
+    return html_table((*Traffic.COLUMNS[:shown], "calls", "bytes"), rows, 2)
 
 
 def _outputs(report: StepReport) -> str:

@@ -205,11 +205,8 @@ def _text(tensor: torch.Tensor) -> str:
         return f"{_size(tensor.shape)} {short(tensor.placements)}"
     parts = parts_of(tensor)
     sizes = list(dict.fromkeys(_size(part.shape) for part in parts))
-    return f"{' | '.join(sizes)} {_own(len(parts) == 1)}"
-
-
-def _own(same: bool) -> str:
-    return "on each rank" if same else "of each rank's own"
+    held = "same on all ranks" if len(parts) == 1 else "differs by rank"
+    return f"{' | '.join(sizes)} ({held})"
 
 
 def _size(shape: Sequence[int]) -> str:

@@ -19,7 +19,10 @@ T = TypeVar("T")
 MOST = 96
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPLEX = (torch.complex128, torch.complex64)
+INEXACT = (*FLOATS, *COMPLEX)
 INTS = (torch.int64, torch.int32)
+#: For ops whose kernels take no half precision.
+WIDE = FLOATS[:2]
 
 
 class NoFit(Exception):
@@ -133,7 +136,7 @@ class Hand:
 
     def inexact(self, *dims: int, nonempty: bool = False) -> str:
         """As `floats`, or complex."""
-        return self.tensor((*FLOATS, *COMPLEX), _range(dims), nonempty)
+        return self.tensor(INEXACT, _range(dims), nonempty)
 
     def ints(self, *dims: int) -> str:
         return self.tensor(INTS, _range(dims))
@@ -174,6 +177,16 @@ class Hand:
             shape = [1 if self.chance(0.4) else size for size in shape]
             shape = shape[self.between(0, len(shape)) :]
         return self.new(tuple(shape), dtype)
+
+    def same(self, x: str) -> str:
+        """A slot of the shape and dtype of `x`."""
+        return self.like(x, exact=True)
+
+    def resized(self, x: str, dim: int, size: int) -> list[int]:
+        """The shape of `x` with another size of a dim."""
+        shape = list(self[x].shape)
+        shape[dim] = size
+        return shape
 
     @property
     def mixes(self) -> bool:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.testing.fuzz.hand import COMPLEX, FLOATS, Draft, Hand, Row
+from shardwise.testing.fuzz.hand import COMPLEX, FLOATS, WIDE, Draft, Hand, Row
+from shardwise.testing.fuzz.tables.nn import reduction, tracked
 from shardwise.testing.fuzz.tables.shape import ids
-
-_WIDE = FLOATS[:2]
 
 # -- functions -------------------------------------------------------------------------------
 
@@ -42,23 +41,23 @@ FUNCTIONS: tuple[Row, ...] = (
     lambda h: f"torch.rsub({(x := h.inexact())}, {h.like(x)})",
     lambda h: f"torch.logaddexp2({(x := h.floats())}, {h.like(x)})",
     lambda h: f"torch.ldexp({h.floats()}, {h.pick((1, -1))} * torch.ones((), dtype=torch.int32))",
-    lambda h: f"torch.frexp({h.tensor(_WIDE)})",
+    lambda h: f"torch.frexp({h.tensor(WIDE)})",
     lambda h: f"{h.floats()}.clamp_{h.pick(('min(-0.5)', 'max(0.5)'))}",
     lambda h: f"{h.any()}.{h.pick(('cfloat', 'cdouble', 'short', 'bfloat16'))}()",
-    lambda h: f"torch.view_as_complex({h.tensor(_WIDE, (1, 3), where=_pairs)}.contiguous())",
+    lambda h: f"torch.view_as_complex({h.tensor(WIDE, (1, 3), where=_pairs)}.contiguous())",
     lambda h: f"torch.conj_physical({h.tensor(COMPLEX)})",
     lambda h: f"torch.addcdiv({(x := h.floats())}, {h.like(x)}, torch.ones_like({x}), value=0.5)",
     lambda h: f"torch.nan_to_num({h.floats()} / 0, 0.0, 1.0, -1.0)",
     lambda h: f"torch.where({(x := h.floats())} > 0.25, 1.0, {x})",
     lambda h: f"torch.where({h.floats()} > 0.25)",
-    lambda h: f"torch.allclose({(x := h.floats())}, {h.like(x, exact=True)})",
-    lambda h: f"torch.nanquantile({(x := h.tensor(_WIDE, (1, 4)))}, 0.6, dim={h.dim(x)})",
+    lambda h: f"torch.allclose({(x := h.floats())}, {h.same(x)})",
+    lambda h: f"torch.nanquantile({(x := h.tensor(WIDE, (1, 4)))}, 0.6, dim={h.dim(x)})",
     lambda h: f"torch.unique_consecutive({h.ints(1, 1)})",
-    lambda h: f"torch.corrcoef({h.tensor(_WIDE, (2, 2), True, lambda t: t.shape[1] > 2)})",
+    lambda h: f"torch.corrcoef({h.tensor(WIDE, (2, 2), True, lambda t: t.shape[1] > 2)})",
     lambda h: f"torch.linalg.vector_norm({(x := h.floats(1))}, 2, dim={h.dim(x)}, keepdim=True)",
-    lambda h: f"torch.linalg.svdvals({h.tensor(_WIDE, (2, 2), True)})",
-    lambda h: f"torch.linalg.matrix_exp({h.tensor(_WIDE, (2, 3), where=_square)} * 0.25)",
-    lambda h: f"torch.linalg.norm({h.tensor(_WIDE, (2, 2), True)})",
+    lambda h: f"torch.linalg.svdvals({h.tensor(WIDE, (2, 2), True)})",
+    lambda h: f"torch.linalg.matrix_exp({h.tensor(WIDE, (2, 3), where=_square)} * 0.25)",
+    lambda h: f"torch.linalg.norm({h.tensor(WIDE, (2, 2), True)})",
 )
 
 
@@ -74,13 +73,13 @@ def _square(t: torch.Tensor) -> bool:
 
 SHAPES: tuple[Row, ...] = (
     lambda h: f"{h.any(2, 2)}.{h.pick(('T', 'H'))}",
-    lambda h: f"torch.{h.pick(('dstack', 'column_stack'))}([{(x := h.any(1, 2))}, {_same(h, x)}])",
+    lambda h: f"torch.{h.pick(('dstack', 'column_stack'))}([{(x := h.any(1, 2))}, {h.same(x)}])",
     lambda h: f"torch.{h.pick(('fliplr', 'flipud'))}({h.any(2)})",
     lambda h: f"torch.{_halved(h)}",
     lambda h: f"{h.any()}.reshape_as({h.any(nonempty=True)})",
     lambda h: f"{(x := h.inexact(1))}.sum_to_size({_narrowed(h, x)})",
     lambda h: f"torch.argwhere({h.floats()} > 0.25)",
-    lambda h: f"torch.combinations({h.tensor(_WIDE, (1, 1))})",
+    lambda h: f"torch.combinations({h.tensor(WIDE, (1, 1))})",
     lambda h: f"torch.diagflat({h.inexact(1, 2)})",
     lambda h: f"torch.{h.pick(('alias', 't', 'diagonal'))}_copy({h.any(2, 2)})",
     lambda h: f"torch.permute_copy({h.any(2, 2)}, (1, 0))",
@@ -100,12 +99,8 @@ SHAPES: tuple[Row, ...] = (
     lambda h: f"{h.any(1)}[..., None]",
     lambda h: f"{h.any()}.expand(2, *{h.any(0, 2)}.shape)",
     lambda h: f"torch.nn.utils.rnn.pad_sequence([{(x := h.floats(1, 2))}, {_shorter(h, x)}])",
-    lambda h: f"torch.nn.utils.parameters_to_vector([{(x := h.floats())}, {_same(h, x)}])",
+    lambda h: f"torch.nn.utils.parameters_to_vector([{(x := h.floats())}, {h.same(x)}])",
 )
-
-
-def _same(h: Hand, x: str) -> str:
-    return h.like(x, exact=True)
 
 
 def _halved(h: Hand) -> str:
@@ -140,8 +135,7 @@ def _one(h: Hand, x: str) -> str:
 
 def _reduced_into(h: Hand, x: str) -> str:
     dim = h.dim(x)
-    shape = list(h[x].shape)
-    shape[dim] = 2
+    shape = h.resized(x, dim, 2)
     reduce = h.pick(("amax", "amin", "mean", "prod"))
     index = ids(h, h[x].shape[dim], (2,))
     include = h.flag()
@@ -149,7 +143,7 @@ def _reduced_into(h: Hand, x: str) -> str:
 
 
 def _flat(h: Hand) -> str:
-    x = h.tensor(_WIDE, (1, 2), where=lambda t: t.is_contiguous() and t.numel() > 1)
+    x = h.tensor(WIDE, (1, 2), where=lambda t: t.is_contiguous() and t.numel() > 1)
     return f"{x}, {h.new((h[x].numel() // 2,), h[x].dtype)}, ({h[x].numel() // 2},), (2,)"
 
 
@@ -161,7 +155,7 @@ def _shorter(h: Hand, x: str) -> str:
 
 
 def _transposed(h: Hand) -> str:
-    x = h.tensor(_WIDE, (3, 4), nonempty=True)
+    x = h.tensor(WIDE, (3, 4), nonempty=True)
     ndim = h[x].dim() - 2
     groups = h.pick((1, h[x].shape[1]))
     weight = h.new((h[x].shape[1], 2, *(2,) * ndim), h[x].dtype)
@@ -170,7 +164,7 @@ def _transposed(h: Hand) -> str:
 
 
 def _conv3d(h: Hand) -> str:
-    x = h.tensor(_WIDE, (4, 4), nonempty=True)
+    x = h.tensor(WIDE, (4, 4), nonempty=True)
     weight = h.new((2, h[x].shape[0], 1, 1, 1), h[x].dtype)
     return f"F.conv3d({x}[None], {weight}, {h.new((2,), h[x].dtype)})"
 
@@ -197,7 +191,7 @@ def _bags(h: Hand) -> str:
 
 def _attention(h: Hand) -> str:
     """With a mask: of bools, or added; with a scale; with more queries than keys."""
-    x = h.tensor(_WIDE, (3, 4), nonempty=True)
+    x = h.tensor(WIDE, (3, 4), nonempty=True)
     *batch, length, width = h[x].shape
     keys = h.size(True)
     key, value = (h.new((*batch, keys, width), h[x].dtype) for _ in range(2))
@@ -213,7 +207,7 @@ def _attention(h: Hand) -> str:
 
 
 def _heads(h: Hand) -> str:
-    x = h.tensor(_WIDE, (3, 3), nonempty=True, where=lambda t: t.shape[-1] in (2, 4))
+    x = h.tensor(WIDE, (3, 3), nonempty=True, where=lambda t: t.shape[-1] in (2, 4))
     width, dtype = h[x].shape[-1], h[x].dtype
     weights = [h.new((3 * width, width), dtype), h.new((3 * width,), dtype)]
     out = [h.new((width, width), dtype), h.new((width,), dtype)]
@@ -222,7 +216,7 @@ def _heads(h: Hand) -> str:
 
 
 def _recurrent(h: Hand) -> str:
-    x = h.tensor(_WIDE, (2, 2), nonempty=True)
+    x = h.tensor(WIDE, (2, 2), nonempty=True)
     rows, width = h[x].shape
     kind, gates = h.pick((("gru_cell", 3), ("rnn_tanh_cell", 1), ("lstm_cell", 4)))
     dtype, size = h[x].dtype, 2
@@ -235,20 +229,20 @@ def _recurrent(h: Hand) -> str:
 
 def _classes(h: Hand) -> str:
     """Losses of classes with weights, with several positions, with several labels."""
-    x = h.tensor(_WIDE, (2, 3), nonempty=True)
+    x = h.tensor(WIDE, (2, 3), nonempty=True)
     rows, classes, *rest = h[x].shape
     target = h.new((rows, *rest), torch.int64, high=classes)
     weight = h.new((classes,), h[x].dtype, grad=False)
-    reduction = f"reduction={h.pick(('mean', 'sum', 'none'))!r}"
+    averaged = reduction(h)
     if h.chance(0.3) and not rest:
-        return f"F.multilabel_margin_loss({x}, torch.zeros_like({x}).long() - 1, {reduction})"
+        return f"F.multilabel_margin_loss({x}, torch.zeros_like({x}).long() - 1, {averaged})"
     kind = h.pick(("cross_entropy", "nll_loss"))
-    return f"F.{kind}({x}, {target}, {weight}.abs() + 0.5, {reduction})"
+    return f"F.{kind}({x}, {target}, {weight}.abs() + 0.5, {averaged})"
 
 
 def _module(h: Hand) -> str:
     """A module of torch, with whatever weights one device's generator gives it."""
-    x = h.tensor(_WIDE, (2, 3), nonempty=True)
+    x = h.tensor(WIDE, (2, 3), nonempty=True)
     width = h[x].shape[-1]
     return h.pick(
         (
@@ -259,8 +253,8 @@ def _module(h: Hand) -> str:
             f"torch.nn.RMSNorm({width}, elementwise_affine=False)({x})",
             f"torch.nn.Dropout(0.5)({x})",
             f"torch.nn.Sequential(torch.nn.GELU(), torch.nn.Tanh())({x})",
-            f"torch.nn.CosineSimilarity(-1, eps=0.5)({x}, {_same(h, x)})",
-            f"torch.nn.SmoothL1Loss()({x}, {_same(h, x)})",
+            f"torch.nn.CosineSimilarity(-1, eps=0.5)({x}, {h.same(x)})",
+            f"torch.nn.SmoothL1Loss()({x}, {h.same(x)})",
         )
     )
 
@@ -278,23 +272,19 @@ COMMON_LAYERS: tuple[Row, ...] = (
     _classes,
     _classes,
     _module,
-    lambda h: f"F.adaptive_max_pool2d({h.tensor(_WIDE, (3, 4), True)}, 1)",
-    lambda h: f"F.pixel_shuffle({h.tensor(_WIDE, (3, 4), True)}, 1)",
-    lambda h: f"F.dropout2d({h.tensor(_WIDE, (4, 4), True)}, 0.5)",
-    lambda h: f"F.feature_alpha_dropout({h.tensor(_WIDE, (3, 4), True)}, 0.5, training=True)",
-    lambda h: f"F.pdist({h.tensor(_WIDE, (2, 2), True)})",
+    lambda h: f"F.adaptive_max_pool2d({h.tensor(WIDE, (3, 4), True)}, 1)",
+    lambda h: f"F.pixel_shuffle({h.tensor(WIDE, (3, 4), True)}, 1)",
+    lambda h: f"F.dropout2d({h.tensor(WIDE, (4, 4), True)}, 0.5)",
+    lambda h: f"F.feature_alpha_dropout({h.tensor(WIDE, (3, 4), True)}, 0.5, training=True)",
+    lambda h: f"F.pdist({h.tensor(WIDE, (2, 2), True)})",
     lambda h: f"F.hardtanh({h.floats()}, -0.5, 0.75)",
     lambda h: f"F.gelu({h.floats()}, approximate='tanh')",
     lambda h: f"F.softplus({h.floats()}, 2.0, 1.5)",
-    lambda h: f"F.fold({(x := h.tensor(_WIDE, (2, 3), True))}, (1, {h[x].shape[-1]}), 1)",
-    lambda h: f"F.max_pool2d({h.tensor(_WIDE, (3, 4), True)}, 1, return_indices=True)",
+    lambda h: f"F.fold({(x := h.tensor(WIDE, (2, 3), True))}, (1, {h[x].shape[-1]}), 1)",
+    lambda h: f"F.max_pool2d({h.tensor(WIDE, (3, 4), True)}, 1, return_indices=True)",
 )
 
 # -- Python ----------------------------------------------------------------------------------
-
-
-def _tracked(t: torch.Tensor) -> bool:
-    return t.requires_grad
 
 
 def _class(body: str, backward: str) -> str:
@@ -349,6 +339,6 @@ PYTHON: tuple[Row, ...] = (
     _own_function,
     _own_function,
     _branch,
-    lambda h: Draft(f"{h.pick(h.names(_tracked))}.detach() * 2", before="with torch.no_grad(): "),
+    lambda h: Draft(f"{h.pick(h.names(tracked))}.detach() * 2", before="with torch.no_grad(): "),
     lambda h: Draft(f"{h.floats()}.sin()", before="with torch.inference_mode(False): "),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.testing.fuzz.hand import COMPLEX, FLOATS, INTS, Hand, Row
+from shardwise.testing.fuzz.hand import COMPLEX, FLOATS, INEXACT, INTS, WIDE, Hand, Row
 
 _UNARY = (
     "sin cos tanh sigmoid erf atan abs neg exp floor ceil round sign sgn trunc frac square "
@@ -62,7 +62,7 @@ POINTWISE: tuple[Row, ...] = (
     lambda h: f"torch.add({(x := h.floats())}, {h.like(x)}, alpha={h.number()})",
     lambda h: f"torch.addcmul({(x := h.floats())}, {h.like(x)}, {h.like(x)}, value={h.number()})",
     lambda h: f"torch.addcdiv({(x := h.floats())}, {h.like(x)}, {h.like(x)}.abs() + 0.5)",
-    lambda h: f"torch.lerp({(x := h.floats())}, {h.like(x, exact=True)}, {h.number()})",
+    lambda h: f"torch.lerp({(x := h.floats())}, {h.same(x)}, {h.number()})",
     lambda h: f"torch.clamp({h.floats()}, {h.pick(('-0.5', '-1.0', 'None'))}, 0.75)",
     lambda h: f"torch.clamp({(x := h.floats())}, max={h.like(x)})",
     lambda h: f"torch.where({(x := h.floats())} > 0.25, {x}, {h.like(x)})",
@@ -84,8 +84,8 @@ POINTWISE: tuple[Row, ...] = (
     lambda h: f"torch.imag({h.tensor(COMPLEX)})",
     lambda h: f"torch.angle({h.tensor(COMPLEX)})",
     lambda h: f"{h.tensor(COMPLEX)}.abs()",
-    lambda h: f"torch.complex({(x := h.tensor(FLOATS[:2]))}, {h.like(x, exact=True)})",
-    lambda h: f"torch.polar({(x := h.tensor(FLOATS[:2]))}, {h.like(x, exact=True)})",
+    lambda h: f"torch.complex({(x := h.tensor(WIDE))}, {h.same(x)})",
+    lambda h: f"torch.polar({(x := h.tensor(WIDE))}, {h.same(x)})",
     lambda h: f"torch.view_as_real({h.tensor(COMPLEX)}.resolve_conj())",
     _cast,
     _cast,
@@ -104,7 +104,7 @@ POINTWISE: tuple[Row, ...] = (
     lambda h: f"torch.heaviside({(x := h.floats())}, {h.like(x)})",
     lambda h: f"torch.isclose({(x := h.floats())}, {h.like(x)})",
     lambda h: f"torch.pow({(x := h.floats())}.abs() + 0.5, {h.like(x)})",
-    lambda h: f"torch.cdist({(x := h.tensor(FLOATS[:2], (2, 2)))}, {_points(h, x)})",
+    lambda h: f"torch.cdist({(x := h.tensor(WIDE, (2, 2)))}, {_points(h, x)})",
 )
 
 
@@ -162,7 +162,7 @@ REDUCTIONS: tuple[Row, ...] = (
     _norm,
     lambda h: f"torch.aminmax({(x := h.floats(1))}, dim={h.dim(x)})",
     lambda h: f"torch.dist({(x := h.floats())}, {h.like(x)})",
-    lambda h: f"torch.equal({(x := h.any())}, {h.like(x, exact=True)})",
+    lambda h: f"torch.equal({(x := h.any())}, {h.same(x)})",
     lambda h: f"{h.floats(0, 0)}.item()",
     lambda h: f"torch.renorm({(x := h.floats(2))}, 2, {h.dim(x)}, 1.5)",
 )
@@ -178,9 +178,9 @@ ORDERINGS: tuple[Row, ...] = (
     lambda h: f"torch.cumsum({(x := h.ints(1))}, {h.dim(x)})",
     lambda h: f"torch.diff({(x := h.floats(1))}, dim={h.dim(x)})",
     lambda h: f"torch.cumulative_trapezoid({(x := h.floats(1))}, dim={h.dim(x)})",
-    lambda h: f"torch.quantile({(x := h.tensor(FLOATS[:2], (1, 4)))}, 0.3, dim={h.dim(x)})",
+    lambda h: f"torch.quantile({(x := h.tensor(WIDE, (1, 4)))}, 0.3, dim={h.dim(x)})",
     lambda h: f"torch.bucketize({h.floats()}, {_ordered(h)})",
-    lambda h: f"torch.histc({h.tensor(FLOATS[:2])}.detach(), 4, -2, 2)",
+    lambda h: f"torch.histc({h.tensor(WIDE)}.detach(), 4, -2, 2)",
     lambda h: f"torch.unique({h.ints()})",
     lambda h: f"torch.nonzero({h.floats()} > 0.5)",
     lambda h: f"torch.flip({(x := h.any(1))}, [{h.dim(x)}])",
@@ -211,12 +211,11 @@ _EINSUMS_TWO = (
     "ij,j->i",
     "ij,k->kj",
 )
-_WIDE = (*FLOATS, *COMPLEX)
 
 
 def _einsum(h: Hand) -> str:
     pattern = h.pick(_EINSUMS_TWO)
-    x = h.tensor(_WIDE, (2, 2))
+    x = h.tensor(INEXACT, (2, 2))
     first, second = pattern.split("->")[0].split(",")
     sizes = dict(zip(first, h[x].shape, strict=True))
     return f'torch.einsum("{pattern}", {x}, {_other(h, x, second, sizes)})'
@@ -243,7 +242,7 @@ def _operand(h: Hand, x: str, *shape: int) -> str:
 
 
 def _linear(h: Hand) -> str:
-    x = h.tensor(_WIDE, (1, 4))
+    x = h.tensor(INEXACT, (1, 4))
     features = h[x].shape[-1]
     if h.chance(0.07):
         return f"F.linear({x}, {_operand(h, x, features)})"
@@ -253,7 +252,7 @@ def _linear(h: Hand) -> str:
 
 
 def _matmul(h: Hand) -> str:
-    x = h.tensor(_WIDE, (1, 3))
+    x = h.tensor(INEXACT, (1, 3))
     inner = h[x].shape[-1]
     kind = h.between(0, 3)
     if kind == 0:
@@ -264,13 +263,13 @@ def _matmul(h: Hand) -> str:
 
 
 def _bmm(h: Hand) -> str:
-    x = h.tensor(_WIDE, (3, 3))
+    x = h.tensor(INEXACT, (3, 3))
     batch, _, inner = h[x].shape
     return f"torch.bmm({x}, {_operand(h, x, batch, inner, -1)})"
 
 
 def _addmm(h: Hand) -> str:
-    x = h.tensor(_WIDE, (2, 2))
+    x = h.tensor(INEXACT, (2, 2))
     out = h.size()
     first = _operand(h, x, h.pick((1, h[x].shape[0])), out)
     weight = h.new((h[x].shape[1], out), h[x].dtype)
@@ -278,7 +277,7 @@ def _addmm(h: Hand) -> str:
 
 
 def _conv1d(h: Hand) -> str:
-    x = h.tensor(FLOATS[:2], (3, 3), nonempty=True)
+    x = h.tensor(WIDE, (3, 3), nonempty=True)
     channels, length = h[x].shape[1:]
     groups = h.pick((1, channels))
     kernel = h.between(1, min(3, length))
@@ -288,21 +287,21 @@ def _conv1d(h: Hand) -> str:
 
 
 def _conv2d(h: Hand) -> str:
-    x = h.tensor(FLOATS[:2], (4, 4), nonempty=True)
+    x = h.tensor(WIDE, (4, 4), nonempty=True)
     channels = h[x].shape[1]
     weight = h.new((h.between(1, 3), channels, 1, h.between(1, min(2, h[x].shape[3]))), h[x].dtype)
     return f"F.conv2d({x}, {weight}, {h.new((h[weight].shape[0],), h[x].dtype)}, padding=1)"
 
 
 def _attention(h: Hand) -> str:
-    x = h.tensor(FLOATS[:2], (3, 4), nonempty=True)
-    key = h.like(x, exact=True)
+    x = h.tensor(WIDE, (3, 4), nonempty=True)
+    key = h.same(x)
     causal = ", is_causal=True" if h.chance(0.3) else ""
-    return f"F.scaled_dot_product_attention({x}, {key}, {h.like(x, exact=True)}{causal})"
+    return f"F.scaled_dot_product_attention({x}, {key}, {h.same(x)}{causal})"
 
 
 def _tensordot(h: Hand) -> str:
-    x = h.tensor(_WIDE, (2, 3))
+    x = h.tensor(INEXACT, (2, 3))
     inner = h[x].shape[-1]
     return f"torch.tensordot({x}, {_operand(h, x, inner, -1)}, dims=1)"
 
@@ -310,7 +309,7 @@ def _tensordot(h: Hand) -> str:
 PRODUCTS: tuple[Row, ...] = (
     _einsum,
     _einsum,
-    lambda h: f'torch.einsum("{h.pick(_EINSUMS_ONE)}", {h.tensor(_WIDE, (2, 2))})',
+    lambda h: f'torch.einsum("{h.pick(_EINSUMS_ONE)}", {h.tensor(INEXACT, (2, 2))})',
     _linear,
     _linear,
     _matmul,
@@ -321,16 +320,16 @@ PRODUCTS: tuple[Row, ...] = (
     _conv2d,
     _attention,
     _tensordot,
-    lambda h: f"torch.mm({(x := h.tensor(_WIDE, (2, 2)))}, {_operand(h, x, h[x].shape[1], -1)})",
-    lambda h: f"torch.mv({(x := h.tensor(_WIDE, (2, 2)))}, {_operand(h, x, h[x].shape[1])})",
-    lambda h: f"torch.dot({(x := h.tensor(_WIDE, (1, 1)))}, {_operand(h, x, h[x].shape[0])})",
-    lambda h: f"torch.outer({(x := h.tensor(_WIDE, (1, 1)))}, {_operand(h, x, -1)})",
-    lambda h: f"torch.inner({(x := h.tensor(_WIDE, (1, 2)))}, {_operand(h, x, h[x].shape[-1])})",
+    lambda h: f"torch.mm({(x := h.tensor(INEXACT, (2, 2)))}, {_operand(h, x, h[x].shape[1], -1)})",
+    lambda h: f"torch.mv({(x := h.tensor(INEXACT, (2, 2)))}, {_operand(h, x, h[x].shape[1])})",
+    lambda h: f"torch.dot({(x := h.tensor(INEXACT, (1, 1)))}, {_operand(h, x, h[x].shape[0])})",
+    lambda h: f"torch.outer({(x := h.tensor(INEXACT, (1, 1)))}, {_operand(h, x, -1)})",
+    lambda h: f"torch.inner({(x := h.tensor(INEXACT, (1, 2)))}, {_operand(h, x, h[x].shape[-1])})",
     lambda h: (
         f"F.bilinear({(x := h.floats(2, 2))}, {(y := _operand(h, x, h[x].shape[0], -1))}, "
         f"{h.new((2, h[x].shape[1], h[y].shape[1]), h[x].dtype)})"
     ),
     # Without kron: one device does not notice a write to an operand before backward.
     lambda h: f"torch.trace({h.floats(2, 2)})",
-    lambda h: f"torch.cross({(x := h.new((h.size(), 3)))}, {h.like(x, exact=True)}, dim=1)",
+    lambda h: f"torch.cross({(x := h.new((h.size(), 3)))}, {h.same(x)}, dim=1)",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.testing.fuzz.hand import FLOATS, Draft, Hand, NoFit, Row
+from shardwise.testing.fuzz.hand import FLOATS, WIDE, Draft, Hand, NoFit, Row
 from shardwise.testing.fuzz.tables.math import POINTWISE, PRODUCTS
 
 
@@ -55,12 +55,12 @@ def _classes(h: Hand, x: str) -> str:
     return h.new(rest, torch.int64, high=classes)
 
 
-def _reduction(h: Hand) -> str:
+def reduction(h: Hand) -> str:
     return f"reduction={h.pick(('mean', 'sum', 'none'))!r}"
 
 
 def _against(name: str) -> Row:
-    return lambda h: f"F.{name}({(x := h.floats())}, {h.like(x, exact=True)}, {_reduction(h)})"
+    return lambda h: f"F.{name}({(x := h.floats())}, {h.same(x)}, {reduction(h)})"
 
 
 def _embedding(h: Hand) -> str:
@@ -84,29 +84,26 @@ LAYERS: tuple[Row, ...] = (
     _batch_norm,
     lambda h: f"F.instance_norm({h.floats(3, nonempty=True)}, eps=0.1)",
     *map(_against, ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")),
-    lambda h: (
-        f"F.kl_div({(x := h.floats())}, {h.like(x, exact=True)}, reduction='sum', log_target=True)"
-    ),
+    lambda h: f"F.kl_div({(x := h.floats())}, {h.same(x)}, reduction='sum', log_target=True)",
     lambda h: (
         f"F.binary_cross_entropy_with_logits({(x := h.floats())}, "
-        f"{h.like(x, exact=True)}.sigmoid(), {_reduction(h)})"
+        f"{h.same(x)}.sigmoid(), {reduction(h)})"
     ),
     lambda h: (
         f"F.binary_cross_entropy({(x := h.floats())}.sigmoid(), "
-        f"{h.like(x, exact=True)}.sigmoid(), {_reduction(h)})"
+        f"{h.same(x)}.sigmoid(), {reduction(h)})"
     ),
-    lambda h: f"F.cross_entropy({(x := h.floats(1, 3))}, {_classes(h, x)}, {_reduction(h)})",
+    lambda h: f"F.cross_entropy({(x := h.floats(1, 3))}, {_classes(h, x)}, {reduction(h)})",
     lambda h: f"F.cross_entropy({(x := h.floats(2, 2))}, {_classes(h, x)}, label_smoothing=0.1)",
     lambda h: (
-        f"F.cross_entropy({(x := h.floats(2, 2))}, "
-        f"F.softmax({h.like(x, exact=True)}, 1), {_reduction(h)})"
+        f"F.cross_entropy({(x := h.floats(2, 2))}, F.softmax({h.same(x)}, 1), {reduction(h)})"
     ),
-    lambda h: f"F.nll_loss({(x := h.floats(1, 3))}, {_classes(h, x)}, {_reduction(h)})",
+    lambda h: f"F.nll_loss({(x := h.floats(1, 3))}, {_classes(h, x)}, {reduction(h)})",
     lambda h: (
-        f"F.nll_loss({(x := h.floats(2, 2))}, {_classes(h, x)}, ignore_index=0, {_reduction(h)})"
+        f"F.nll_loss({(x := h.floats(2, 2))}, {_classes(h, x)}, ignore_index=0, {reduction(h)})"
     ),
-    lambda h: f"F.cosine_similarity({(x := h.floats(1))}, {h.like(x, exact=True)}, {h.dim(x)})",
-    lambda h: f"F.multilabel_soft_margin_loss({(x := h.floats(2, 2))}, {h.like(x, exact=True)})",
+    lambda h: f"F.cosine_similarity({(x := h.floats(1))}, {h.same(x)}, {h.dim(x)})",
+    lambda h: f"F.multilabel_soft_margin_loss({(x := h.floats(2, 2))}, {h.same(x)})",
     _embedding,
     _embedding,
     lambda h: f"F.one_hot({h.ints(0, 2)}.remainder(4), 4)",
@@ -114,7 +111,7 @@ LAYERS: tuple[Row, ...] = (
     lambda h: f"F.avg_pool1d({h.floats(2, 3, nonempty=True)}, 1, 2)",
     lambda h: f"F.adaptive_avg_pool1d({h.floats(2, 3, nonempty=True)}, 2)",
     lambda h: f"F.max_pool2d({h.floats(3, 4, nonempty=True)}, 1, 2)",
-    lambda h: f"F.interpolate({h.tensor(FLOATS[:2], (3, 3), True)}, scale_factor=2)",
+    lambda h: f"F.interpolate({h.tensor(WIDE, (3, 3), True)}, scale_factor=2)",
     lambda h: f"F.pad({h.inexact(1)}, ({h.between(0, 2)}, {h.between(0, 2)}), value={h.number()})",
     lambda h: f"F.pad({h.floats(2, 3)}, (1, 0), mode={h.pick(('replicate', 'circular'))!r})",
     lambda h: f"F.pixel_unshuffle({h.tensor(FLOATS, (3, 4), True)}, 1)",
@@ -133,11 +130,10 @@ _IN_PLACE = (
     "normal_(0.5, 0.25)",
     "log_normal_(0, 0.25)",
 )
-_WIDE = FLOATS[:2]
 
 
 def _drawn(h: Hand) -> Draft:
-    x = h.writable(lambda t: t.dtype in _WIDE)
+    x = h.writable(lambda t: t.dtype in WIDE)
     return h.write(x, f"{x}.{h.pick(_IN_PLACE)}")
 
 
@@ -147,15 +143,15 @@ DRAWS: tuple[Row, ...] = (
     lambda h: f"F.alpha_dropout({h.floats()}, 0.5, training=True)",
     lambda h: f"F.dropout1d({h.floats(2, 3)}, 0.5)",
     lambda h: f"torch.rand_like({h.floats()})",
-    lambda h: f"torch.randn_like({h.tensor(_WIDE)})",
+    lambda h: f"torch.randn_like({h.tensor(WIDE)})",
     lambda h: f"torch.randint_like({h.any()}, 5)",
-    lambda h: f"torch.bernoulli({h.tensor(_WIDE)}.sigmoid())",
-    lambda h: f"torch.normal({h.tensor(_WIDE)}, 0.5)",
-    lambda h: f"torch.normal(0.0, {h.tensor(_WIDE)}.abs() + 0.1)",
-    lambda h: f"F.gumbel_softmax({(x := h.tensor(_WIDE, (1, 3)))}, dim={h.dim(x)})",
-    lambda h: f"torch.poisson({h.tensor(_WIDE)}.abs())",
-    lambda h: f"F.rrelu({h.tensor(_WIDE)}, training=True)",
-    lambda h: f"torch.multinomial(F.softmax({h.tensor(_WIDE, (1, 2), True)}, -1), 1)",
+    lambda h: f"torch.bernoulli({h.tensor(WIDE)}.sigmoid())",
+    lambda h: f"torch.normal({h.tensor(WIDE)}, 0.5)",
+    lambda h: f"torch.normal(0.0, {h.tensor(WIDE)}.abs() + 0.1)",
+    lambda h: f"F.gumbel_softmax({(x := h.tensor(WIDE, (1, 3)))}, dim={h.dim(x)})",
+    lambda h: f"torch.poisson({h.tensor(WIDE)}.abs())",
+    lambda h: f"F.rrelu({h.tensor(WIDE)}, training=True)",
+    lambda h: f"torch.multinomial(F.softmax({h.tensor(WIDE, (1, 2), True)}, -1), 1)",
     _drawn,
     _drawn,
     _drawn,
@@ -182,11 +178,11 @@ AUTOCAST: tuple[Row, ...] = (_cast,)
 # -- autograd ------------------------------------------------------------------------------------
 
 
-def _tracked(t: torch.Tensor) -> bool:
+def tracked(t: torch.Tensor) -> bool:
     return t.requires_grad
 
 
-def _inner(t: torch.Tensor) -> bool:
+def non_leaf(t: torch.Tensor) -> bool:
     return t.requires_grad and not t.is_leaf
 
 
@@ -194,7 +190,7 @@ def _retaining(t: torch.Tensor) -> bool:
     """The first result of its op: torch crashes where a later one retains its gradient, and is
     written to.
     """
-    return _inner(t) and t.output_nr == 0
+    return non_leaf(t) and t.output_nr == 0
 
 
 def _hookable(t: torch.Tensor) -> bool:
@@ -222,19 +218,19 @@ def scalar(h: Hand, x: str) -> str:
 
 
 def _backward(h: Hand) -> Draft:
-    x = h.pick(h.names(_inner))
+    x = h.pick(h.names(non_leaf))
     keep = h.pick(("retain_graph=True", "retain_graph=True", "retain_graph=True", ""))
     return Draft(f"{scalar(h, x)}.backward({keep})", statement=True)
 
 
 def _given(h: Hand) -> Draft:
     """Backward with a given gradient."""
-    x = h.pick(h.names(_inner))
+    x = h.pick(h.names(non_leaf))
     return Draft(f"{x}.backward(torch.ones_like({x}), retain_graph=True)", statement=True)
 
 
 def _grad(h: Hand) -> Draft:
-    x, leaf = h.pick(h.names(_inner)), h.pick(h.names(_tracked))
+    x, leaf = h.pick(h.names(non_leaf)), h.pick(h.names(tracked))
     graph = h.pick(("create_graph=True", "create_graph=True", "retain_graph=True"))
     loss = scalar(h, x)
     # The new graph keeps the result of a conversion, which on one device is a copy.
@@ -244,7 +240,7 @@ def _grad(h: Hand) -> Draft:
 
 def _penalty(h: Hand) -> Draft:
     """Backward through a gradient."""
-    x, leaf = h.pick(h.names(_inner)), h.pick(h.names(_tracked))
+    x, leaf = h.pick(h.names(non_leaf)), h.pick(h.names(tracked))
     grad = f"torch.autograd.grad({scalar(h, x)}, {leaf}, create_graph=True)[0]"
     return Draft(f"{grad}.abs().square().sum().backward(retain_graph=True)", statement=True)
 

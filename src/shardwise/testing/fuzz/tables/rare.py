@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.testing.fuzz.hand import COMPLEX, FLOATS, Draft, Hand, Row
-from shardwise.testing.fuzz.tables.nn import scalar
-from shardwise.testing.fuzz.tables.shape import along, ids
+from shardwise.testing.fuzz.hand import COMPLEX, WIDE, Draft, Hand, Row
+from shardwise.testing.fuzz.tables.nn import non_leaf, reduction, scalar
+from shardwise.testing.fuzz.tables.shape import along, has_floats, ids
 
-_WIDE = FLOATS[:2]
-_INEXACT = (*_WIDE, *COMPLEX)
+_WIDE_OR_COMPLEX = (*WIDE, *COMPLEX)
 
 # -- products and algebra --------------------------------------------------------------------
 
@@ -18,15 +17,15 @@ def _added(h: Hand) -> str:
     """A product of batches, or of vectors, that is added to something."""
     kind = h.pick(("baddbmm", "addbmm", "addmv", "addr"))
     if kind == "addr":
-        x = h.tensor(_INEXACT, (1, 1))
+        x = h.tensor(_WIDE_OR_COMPLEX, (1, 1))
         y = h.new((h.size(),), h[x].dtype)
         first = h.new((h[x].shape[0], h[y].shape[0]), h[x].dtype)
         return f"torch.addr({first}, {x}, {y}, beta={h.number()})"
     if kind == "addmv":
-        x = h.tensor(_INEXACT, (2, 2))
+        x = h.tensor(_WIDE_OR_COMPLEX, (2, 2))
         first, vector = (h.new((size,), h[x].dtype) for size in h[x].shape)
         return f"torch.addmv({first}, {x}, {vector}, alpha={h.number()})"
-    x = h.tensor(_INEXACT, (3, 3))
+    x = h.tensor(_WIDE_OR_COMPLEX, (3, 3))
     batch, rows, inner = h[x].shape
     other = h.new((batch, inner, 2), h[x].dtype)
     shape = (rows, 2) if kind == "addbmm" else h.pick(((batch, rows, 2), (1, 1, 2)))
@@ -34,7 +33,7 @@ def _added(h: Hand) -> str:
 
 
 def _algebra(h: Hand) -> str:
-    x = h.tensor(_WIDE, (2, 3), nonempty=True)
+    x = h.tensor(WIDE, (2, 3), nonempty=True)
     size = h[x].shape[-2]
     square = f"{x} @ {x}.mT * 0.25 + torch.diag_embed(torch.ones_like({x}[..., 0]) * 2)"
     right = h.new((*h[x].shape[:-2], size, 2), h[x].dtype)
@@ -56,7 +55,7 @@ def _algebra(h: Hand) -> str:
 
 def _spectrum(h: Hand) -> str:
     kind = h.pick(("fft", "ifft", "rfft", "irfft", "hfft", "fft2", "fftn", "fftshift"))
-    x = h.tensor(_WIDE if kind == "rfft" else _INEXACT, (2, 3), nonempty=True)
+    x = h.tensor(WIDE if kind == "rfft" else _WIDE_OR_COMPLEX, (2, 3), nonempty=True)
     if kind in ("fft2", "fftn"):
         return f"torch.fft.{kind}({x})"
     return f"torch.fft.{kind}({x}, dim={h.dim(x, 2 if kind in ('irfft', 'hfft') else 1)})"
@@ -70,9 +69,9 @@ ALGEBRA: tuple[Row, ...] = (
     _algebra,
     _spectrum,
     _spectrum,
-    lambda h: f"torch.vdot({(x := h.tensor(_INEXACT, (1, 1)))}, {h.like(x, exact=True)})",
-    lambda h: f"torch.linalg.vecdot({(x := h.tensor(_INEXACT, (1, 3)))}, {h.like(x, exact=True)})",
-    lambda h: f"torch.cov({h.tensor(_WIDE, (2, 2), True, lambda t: t.shape[1] > 1)})",
+    lambda h: f"torch.vdot({(x := h.tensor(_WIDE_OR_COMPLEX, (1, 1)))}, {h.same(x)})",
+    lambda h: f"torch.linalg.vecdot({(x := h.tensor(_WIDE_OR_COMPLEX, (1, 3)))}, {h.same(x)})",
+    lambda h: f"torch.cov({h.tensor(WIDE, (2, 2), True, lambda t: t.shape[1] > 1)})",
     lambda h: f"{h.inexact(2)}.mH",
     lambda h: f"torch.std_mean({(x := h.floats(1))}, {h.dim(x, 2)})",
     lambda h: f"torch.nanmedian({(x := h.floats(1))}, {h.dim(x)})",
@@ -97,7 +96,7 @@ ALGEBRA: tuple[Row, ...] = (
 
 
 def _image(h: Hand) -> str:
-    return h.tensor(_WIDE, (4, 4), nonempty=True)
+    return h.tensor(WIDE, (4, 4), nonempty=True)
 
 
 def _sampled(h: Hand) -> str:
@@ -112,7 +111,7 @@ def _sampled(h: Hand) -> str:
 
 def _enlarged(h: Hand) -> str:
     ndim = h.pick((3, 4))
-    x = h.tensor(_WIDE, (ndim, ndim), nonempty=True)
+    x = h.tensor(WIDE, (ndim, ndim), nonempty=True)
     mode = h.pick(("linear",) if ndim == 3 else ("bilinear", "bicubic", "nearest", "area"))
     corners = f", align_corners={h.flag()}" if "linear" in mode or "cubic" in mode else ""
     return f"F.interpolate({x}, scale_factor=2, mode={mode!r}{corners})"
@@ -120,7 +119,7 @@ def _enlarged(h: Hand) -> str:
 
 def _running(h: Hand) -> str:
     """Batch norm with buffers, which it writes to in training and reads after it."""
-    x = h.tensor(_WIDE, (2, 3), nonempty=True)
+    x = h.tensor(WIDE, (2, 3), nonempty=True)
     shape = (h[x].shape[1],)
     mean, var = (h.new(shape, h[x].dtype, grad=False) for _ in range(2))
     if h.chance(0.3):
@@ -130,19 +129,19 @@ def _running(h: Hand) -> str:
 
 def _pairs(h: Hand) -> str:
     """A loss of two or three tensors of one shape."""
-    x = h.tensor(_WIDE, (2, 2), nonempty=True)
-    y, z = h.like(x, exact=True), h.like(x, exact=True)
+    x = h.tensor(WIDE, (2, 2), nonempty=True)
+    y, z = h.same(x), h.same(x)
     signs = f"torch.ones_like({x}[:, 0]) * {h.pick((1, -1))}"
-    reduction = f"reduction={h.pick(('mean', 'sum', 'none'))!r}"
+    how = reduction(h)
     return h.pick(
         (
-            f"F.triplet_margin_loss({x}, {y}, {z}, eps=0.25, {reduction})",
-            f"F.cosine_embedding_loss({x}, {y}, {signs}, {reduction})",
-            f"F.margin_ranking_loss({x}[:, 0], {y}[:, 0], {signs}, {reduction})",
-            f"F.gaussian_nll_loss({x}, {y}, {z}.abs() + 0.5, {reduction})",
-            f"F.poisson_nll_loss({x}, {y}.abs(), {reduction})",
-            f"F.hinge_embedding_loss({x}, torch.ones_like({x}), {reduction})",
-            f"F.multi_margin_loss({x}, {_classes(h, x)}, {reduction})",
+            f"F.triplet_margin_loss({x}, {y}, {z}, eps=0.25, {how})",
+            f"F.cosine_embedding_loss({x}, {y}, {signs}, {how})",
+            f"F.margin_ranking_loss({x}[:, 0], {y}[:, 0], {signs}, {how})",
+            f"F.gaussian_nll_loss({x}, {y}, {z}.abs() + 0.5, {how})",
+            f"F.poisson_nll_loss({x}, {y}.abs(), {how})",
+            f"F.hinge_embedding_loss({x}, torch.ones_like({x}), {how})",
+            f"F.multi_margin_loss({x}, {_classes(h, x)}, {how})",
             f"F.pairwise_distance({x}, {y}, eps=0.25)",
         )
     )
@@ -163,27 +162,22 @@ RARE_LAYERS: tuple[Row, ...] = (
     _pairs,
     _pairs,
     lambda h: f"F.unfold({_image(h)}, 1, padding=1)",
-    lambda h: f"F.pad({h.tensor(_WIDE, (3, 3), True)}, (0, 0), mode='reflect')",
+    lambda h: f"F.pad({h.tensor(WIDE, (3, 3), True)}, (0, 0), mode='reflect')",
     lambda h: f"F.pad({_image(h)}, (1, 0, 0, 1), mode='replicate')",
     lambda h: f"F.adaptive_max_pool1d({h.floats(2, 3, nonempty=True)}, 1)",
     lambda h: f"F.avg_pool2d({_image(h)}, 1, 2)",
     lambda h: f"F.adaptive_avg_pool2d({_image(h)}, 1)",
-    lambda h: f"F.local_response_norm({h.tensor(_WIDE, (3, 4), True)}, 2)",
+    lambda h: f"F.local_response_norm({h.tensor(WIDE, (3, 4), True)}, 2)",
     lambda h: f"F.channel_shuffle({_image(h)}, 1)",
 )
 
 # -- writes ----------------------------------------------------------------------------------
 
 
-def _float(t: torch.Tensor) -> bool:
-    return t.is_floating_point() and t.dim() > 0
-
-
 def _accumulated(h: Hand) -> Draft:
-    x = h.writable(_float)
+    x = h.writable(has_floats)
     dim, size = along(h, x)
-    shape = list(h[x].shape)
-    shape[dim] = 2
+    shape = h.resized(x, dim, 2)
     index, source = ids(h, size, tuple(shape)), h.new(shape, h[x].dtype)
     one = ids(h, size, (2,))
     reduce = h.pick(("amax", "amin", "mean", "prod"))
@@ -193,7 +187,7 @@ def _accumulated(h: Hand) -> Draft:
             f"scatter_reduce_({dim}, {index}, {source}, {reduce!r})",
             f"index_reduce_({dim}, {one}, {source}, {reduce!r})",
             f"index_put_(({one},), {h.new((), h[x].dtype)}, accumulate=True)",
-            f"masked_scatter_({x} > 0.3, {h.like(x, exact=True)})",
+            f"masked_scatter_({x} > 0.3, {h.same(x)})",
             f"put_({one}, {h.new((2,), h[x].dtype)}, accumulate=True)",
         )
     )
@@ -201,11 +195,11 @@ def _accumulated(h: Hand) -> Draft:
 
 
 def _more_in_place(h: Hand) -> Draft:
-    x = h.writable(_float)
-    other = h.like(x, exact=True)
+    x = h.writable(has_floats)
+    other = h.same(x)
     code = h.pick(
         (
-            f"addcmul_({other}, {h.like(x, exact=True)}, value={h.number()})",
+            f"addcmul_({other}, {h.same(x)}, value={h.number()})",
             f"sub_({other})",
             f"pow_({h.pick((1, 2))})",
             f"cumsum_({h.dim(x)})",
@@ -226,7 +220,7 @@ def _of_parts(h: Hand) -> Draft:
 
 
 def _foreach(h: Hand) -> Draft:
-    x, y = h.writable(_float), h.writable(_float)
+    x, y = h.writable(has_floats), h.writable(has_floats)
     return Draft(
         f"with torch.no_grad(): torch._foreach_{h.pick(('mul_', 'add_'))}([{x}, {y}], 0.5)",
         statement=True,
@@ -242,8 +236,11 @@ def _with_gradient(t: torch.Tensor) -> bool:
 
 def _trained(h: Hand) -> tuple[str, str]:
     """Some leaves that may be written to, and text of a backward pass that reaches them."""
-    found = {h.writable(lambda t: t.is_leaf and t.requires_grad and _float(t)) for _ in range(2)}
-    leaves = sorted(found)
+
+    def fits(t: torch.Tensor) -> bool:
+        return t.is_leaf and t.requires_grad and has_floats(t)
+
+    leaves = sorted({h.writable(fits) for _ in range(2)})
     loss = " + ".join(f"w.weighted({leaf}.sin())" for leaf in leaves)
     return ", ".join(leaves), f"({loss}).backward(); "
 
@@ -272,23 +269,23 @@ def _clipped(h: Hand) -> Draft:
 
 def _cast_backward(h: Hand) -> Draft:
     """Backward while autocast is on."""
-    x = h.pick(h.names(lambda t: t.requires_grad and not t.is_leaf))
+    x = h.pick(h.names(non_leaf))
     code = f"{scalar(h, x)}.backward(retain_graph=True)"
     return Draft(code, before='with torch.autocast("cpu", torch.bfloat16): ', statement=True)
 
 
 def _several(h: Hand) -> Draft:
     """Backward from two at once."""
-    inner = h.names(lambda t: t.requires_grad and not t.is_leaf)
-    losses = ", ".join(scalar(h, h.pick(inner)) for _ in range(2))
+    results = h.names(non_leaf)
+    losses = ", ".join(scalar(h, h.pick(results)) for _ in range(2))
     return Draft(f"torch.autograd.backward([{losses}], retain_graph=True)", statement=True)
 
 
 def _into(h: Hand) -> Draft:
     """Backward into some leaves alone."""
-    inner = h.names(lambda t: t.requires_grad and not t.is_leaf)
+    results = h.names(non_leaf)
     leaf = h.pick(h.names(lambda t: t.requires_grad and t.is_leaf))
-    loss = scalar(h, h.pick(inner))
+    loss = scalar(h, h.pick(results))
     return Draft(f"{loss}.backward(retain_graph=True, inputs=[{leaf}])", statement=True)
 
 

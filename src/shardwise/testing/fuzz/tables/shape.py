@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from shardwise.testing.fuzz.hand import FLOATS, INTS, Draft, Hand, Row
+from shardwise.testing.fuzz.hand import FLOATS, INTS, WIDE, Draft, Hand, Row
 
 
 def _factors(h: Hand, num: int) -> list[int]:
@@ -74,7 +74,7 @@ def _narrow(h: Hand) -> str:
 
 def _join(h: Hand, name: str) -> str:
     x = h.any(1 if name == "cat" else 0, 3)
-    others = [h.like(x, exact=True) for _ in range(h.between(1, 2))]
+    others = [h.same(x) for _ in range(h.between(1, 2))]
     dim = h.dim(x, 0) if name == "cat" else h.between(0, h[x].dim())
     return f"torch.{name}([{', '.join([x, *others])}], {dim})"
 
@@ -82,8 +82,7 @@ def _join(h: Hand, name: str) -> str:
 def _uneven_cat(h: Hand) -> str:
     x = h.any(1, 3)
     dim = h.dim(x, 0)
-    shape = list(h[x].shape)
-    shape[dim] = h.size()
+    shape = h.resized(x, dim, h.size())
     return f"torch.cat([{x}, {h.new(shape, h[x].dtype)}], {dim})"
 
 
@@ -158,8 +157,8 @@ JOINS: tuple[Row, ...] = (
     lambda h: f"{(x := h.any(1, 3))}.repeat({', '.join(['2'] * h[x].dim())})",
     lambda h: f"torch.tile({h.any(0, 2)}, (2, 1))",
     lambda h: f"torch.repeat_interleave({(x := h.any(1, 3))}, 2, {h.dim(x, 0)})",
-    lambda h: f"torch.hstack([{(x := h.any())}, {h.like(x, exact=True)}])",
-    lambda h: f"torch.vstack([{(x := h.any(0, 2))}, {h.like(x, exact=True)}])",
+    lambda h: f"torch.hstack([{(x := h.any())}, {h.same(x)}])",
+    lambda h: f"torch.vstack([{(x := h.any(0, 2))}, {h.same(x)}])",
     lambda h: f"torch.block_diag({h.inexact(2, 2)}, {h.inexact(2, 2)})",
     lambda h: f"torch.cartesian_prod({(x := h.floats(1, 1))}, {h.new((2,), h[x].dtype)})",
 )
@@ -218,8 +217,7 @@ def _by_tensor(h: Hand) -> str:
 def _gather(h: Hand) -> str:
     x = h.any(1)
     dim, size = along(h, x)
-    shape = list(h[x].shape)
-    shape[dim] = h.size(True)
+    shape = h.resized(x, dim, h.size(True))
     return f"torch.gather({x}, {dim}, {ids(h, size, tuple(shape))})"
 
 
@@ -232,8 +230,7 @@ def _index_select(h: Hand) -> str:
 def scatter_args(h: Hand, x: str) -> tuple[int, str, str]:
     """A dim, an index with the shape of a source, and the source."""
     dim, size = along(h, x)
-    shape = list(h[x].shape)
-    shape[dim] = min(h.size(True), 3)
+    shape = h.resized(x, dim, min(h.size(True), 3))
     return dim, ids(h, size, tuple(shape)), h.new(shape, h[x].dtype)
 
 
@@ -254,16 +251,14 @@ def _scatter(name: str) -> Row:
 def index_add_args(h: Hand, x: str) -> str:
     dim, size = along(h, x)
     count = h.size(True)
-    shape = list(h[x].shape)
-    shape[dim] = count
+    shape = h.resized(x, dim, count)
     return f"{dim}, {ids(h, size, (count,))}, {h.new(shape, h[x].dtype)}"
 
 
 def _index_copy(h: Hand) -> str:
     x = h.floats(1)
     dim, size = along(h, x)
-    shape = list(h[x].shape)
-    shape[dim] = 1
+    shape = h.resized(x, dim, 1)
     return f"torch.index_copy({x}, {dim}, {ids(h, size, (1,))}, {h.new(shape, h[x].dtype)})"
 
 
@@ -290,7 +285,7 @@ INDEXING: tuple[Row, ...] = (
     ),
     lambda h: f"torch.masked_select({(x := h.floats())}, {h.like(x, torch.bool)})",
     lambda h: f"torch.masked_fill({(x := h.any())}, {h.like(x, torch.bool)}, 1)",
-    lambda h: f"torch.masked_scatter({(x := h.floats())}, {x} > 0.3, {h.like(x, exact=True)})",
+    lambda h: f"torch.masked_scatter({(x := h.floats())}, {x} > 0.3, {h.same(x)})",
     lambda h: f"torch.select_scatter({(x := h.floats(1))}, {x}.select(0, 0) * 0.5, 0, 0)",
     lambda h: f"torch.slice_scatter({(x := h.floats(1))}, {x}[:1] * 0.5, 0, 0, 1)",
     lambda h: f"torch.diagonal_scatter({(x := h.floats(2, 2))}, {x}.diagonal() * 0.5)",
@@ -307,7 +302,7 @@ def _float(t: torch.Tensor) -> bool:
     return t.is_floating_point()
 
 
-def _ndim(t: torch.Tensor) -> bool:
+def has_floats(t: torch.Tensor) -> bool:
     return t.is_floating_point() and t.dim() > 0
 
 
@@ -335,22 +330,22 @@ def _indexed(make: Row) -> Row:
 
 def _value_at_index(h: Hand) -> Draft:
     """A tensor into `x[...]`: of its shape, or one that broadcasts to it."""
-    x = h.writable(_ndim)
+    x = h.writable(has_floats)
     index = index_of(h, x)
     taken = eval(f"x[{index}]", {"x": h[x]})
-    value = h.new(taken.shape if h.flag() else (), h.dtype(FLOATS[:2]))
+    value = h.new(taken.shape if h.flag() else (), h.dtype(WIDE))
     return h.write(x, f"{x}[{index}] = {value}")
 
 
 def _ids_at_index(h: Hand) -> Draft:
-    x = h.writable(_ndim)
+    x = h.writable(has_floats)
     index = ids(h, h[x].shape[0], (h.size(True),))
     return h.write(x, f"{x}[{index}] {h.pick(('=', '*='))} {h.number()}")
 
 
 def _along(name: str, *more: str) -> Row:
     def row(h: Hand) -> Draft:
-        x = h.writable(_ndim)
+        x = h.writable(has_floats)
         dim = h.dim(x)
         shape = list(h[x].shape)
         shape[dim] = 2
@@ -370,13 +365,13 @@ def _reshaped(h: Hand) -> Draft:
 
 def _out(h: Hand) -> Draft:
     """An op that writes to `out=` of the right shape."""
-    x = h.tensor(FLOATS[:2], (1, 2))
+    x = h.tensor(WIDE, (1, 2))
     code = h.pick(
         (
             f"torch.sin({x}.detach(), out=",
             f"torch.add({x}.detach(), 0.5, out=",
             f"torch.cumsum({x}.detach(), 0, out=",
-            f"torch.mul({x}.detach(), {h.like(x, exact=True)}.detach(), out=",
+            f"torch.mul({x}.detach(), {h.same(x)}.detach(), out=",
         )
     )
     shape, dtype = h[x].shape, h[x].dtype
@@ -401,13 +396,13 @@ WRITES: tuple[Row, ...] = (
     _call(lambda h: f"div_({h.pick((2.0, 0.5))})"),
     _call(lambda h: f"fill_({h.number()})"),
     _call(lambda h: "clamp_(-0.5, 0.75)"),
-    _call(lambda h: f"add_({h.like(h.chosen, exact=True)}, alpha={h.number()})"),
+    _call(lambda h: f"add_({h.same(h.chosen)}, alpha={h.number()})"),
     _call(lambda h: f"add_({h.like(h.chosen)})"),
     _call(lambda h: f"mul_({h.like(h.chosen)})"),
     _call(lambda h: f"copy_({h.like(h.chosen)})"),
     _call(lambda h: f"copy_({h.like(h.chosen, h.dtype(FLOATS))})"),
     _call(lambda h: f"masked_fill_({h.like(h.chosen, torch.bool)}, {h.number()})"),
-    _call(lambda h: f"lerp_({h.like(h.chosen, exact=True)}, 0.25)"),
+    _call(lambda h: f"lerp_({h.same(h.chosen)}, 0.25)"),
     _indexed(lambda h: f" = {h.number()}"),
     _indexed(lambda h: f" = {h.number()}"),
     _indexed(lambda h: f" += {h.pick((1, 2))}"),
@@ -417,12 +412,12 @@ WRITES: tuple[Row, ...] = (
     _value_at_index,
     _value_at_index,
     _ids_at_index,
-    lambda h: h.write((x := h.writable(_ndim)), f"{x}[{x} > 0.3] = {h.number()}"),
-    lambda h: h.write((x := h.writable(_ndim)), f"{x}.index_add_({index_add_args(h, x)})"),
+    lambda h: h.write((x := h.writable(has_floats)), f"{x}[{x} > 0.3] = {h.number()}"),
+    lambda h: h.write((x := h.writable(has_floats)), f"{x}.index_add_({index_add_args(h, x)})"),
     _along("index_fill_"),
     _along("scatter_"),
     lambda h: h.write((x := h.writable(lambda t: t.dim() > 1)), f"{x}.t().mul_(2)"),
-    lambda h: h.write((x := h.writable(_ndim)), f"{x}.view(-1)[0:2].mul_({h.number()})"),
+    lambda h: h.write((x := h.writable(has_floats)), f"{x}.view(-1)[0:2].mul_({h.number()})"),
     lambda h: h.write((x := h.writable(lambda t: t.dtype in INTS)), f"{x}.add_(1)"),
     _reshaped,
     _out,
