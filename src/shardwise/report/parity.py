@@ -252,14 +252,14 @@ def check_training(
     mesh: Mesh,
     options: Sequence[str] = (),
     *,
-    optimizer: str | None = None,
+    optimizer: str = "momentum",
     tolerance: float = TOLERANCE,
     processes: bool = False,
 ) -> list[TrainingParity]:
     """Train with the options together; without any, plainly and with each that applies.
 
-    `optimizer` is a key of `testing.loop.OPTIMIZERS`: by default "momentum", or "sgd" where a
-    gradient is sparse, to which torch adds no weight decay.
+    `optimizer` is a key of `testing.loop.OPTIMIZERS`. Where a gradient is sparse, "sgd" stands in
+    for "momentum": torch adds no weight decay to such a gradient.
     """
     chosen = frozenset(options)
     if not chosen <= set(APPLY) or not agree(chosen):
@@ -268,8 +268,8 @@ def check_training(
             f"{', which exclude each other' if chosen <= set(APPLY) else ''}."
         )
     module, _ = case.build()
-    if optimizer is None:
-        optimizer = "sgd" if _sparse(module) else "momentum"
+    if optimizer == "momentum" and _sparse(module):
+        optimizer = "sgd"
     runs = [chosen] if chosen else [frozenset[str](), *_applying(case, module, mesh)]
     subjects = [Subject(case, mesh, run, optimizer, tolerance) for run in runs]
     judge = judge_in_processes if processes else judge_simulated
