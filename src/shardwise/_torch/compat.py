@@ -105,13 +105,11 @@ class Names:
 
     def lacking(self) -> dict[str, str]:
         """The names that this torch lacks, with what is lost without them."""
-        found = {}
-        for name, (without, _) in self.known.items():
-            try:
-                resolve(name)
-            except (AttributeError, ImportError):
-                found[name] = without
-        return found
+        return {
+            name: without
+            for name, (without, _) in self.known.items()
+            if isinstance(self.find(name, without), Missing)
+        }
 
     def require(self, without: str | None = None) -> None:
         """Raise if a name without a substitute is missing; given `without`, one that costs this."""

@@ -130,11 +130,6 @@ def is_widened(dtype: torch.dtype) -> bool:
     return dtype in _REDUCED_AS
 
 
-def in_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The result of a reduction in a wider dtype, converted back."""
-    return x if x.dtype == dtype else x.to(dtype)
-
-
 def viewed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor that was sent as bytes, viewed as `dtype`. It may be empty on some ranks."""
     return x if x.dtype == dtype else per_rank(lambda part: _viewed(part, dtype), x)
@@ -274,7 +269,7 @@ def start_scattered_sum(
     """
     if not sends_terms(x, x.dtype, grid, axis):
         started = start_reduce_scatter(x, "sum", grid, axis)
-        return lambda: in_dtype(awaited(started), x.dtype)
+        return lambda: awaited(started).to(x.dtype)
     name, mine = group_name(grid, axis), my_coordinate(grid)[axis]
     splits = [int(k != mine) for k in range(grid.shape[axis])]
     with watch.told("reduce_scatter_tensor", x, name):
@@ -339,7 +334,7 @@ def start_all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
 
 
 def all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
-    return in_dtype(awaited(start_all_reduce(x, reduce_op, grid, axis)), x.dtype)
+    return awaited(start_all_reduce(x, reduce_op, grid, axis)).to(x.dtype)
 
 
 def all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
@@ -349,7 +344,7 @@ def all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
 
 def reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
     """Each rank's chunk of dim 0 of the reduction; all of one size."""
-    return in_dtype(awaited(start_reduce_scatter(x, reduce_op, grid, axis)), x.dtype)
+    return awaited(start_reduce_scatter(x, reduce_op, grid, axis)).to(x.dtype)
 
 
 def all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
@@ -401,7 +396,9 @@ def scatter(
         return _alone(x)
     name = group_name(grid, axis)
     here = one_part(x)
-    longest = max(here.split(lengths(here.shape[dim], grid.shape[axis], sizes), dim), key=_numel)
+    longest = max(
+        here.split(lengths(here.shape[dim], grid.shape[axis], sizes), dim), key=torch.Tensor.numel
+    )
     with watch.told("scatter_", longest, name):
         if is_per_rank(x):
             return simulated_scatter(x, dim, sizes, source, name)
@@ -422,10 +419,6 @@ def _send_shards(shards: Sequence[torch.Tensor], source: int, mine: int, name: s
         flat, sent = torch.empty(0, dtype=torch.uint8, device=like.device), nothing
     arrived = awaited(_all_to_all_single(flat, received, sent, name))
     return arrived.view(like.dtype).view(like.shape)
-
-
-def _numel(x: torch.Tensor) -> int:
-    return x.numel()
 
 
 # -- lost ----------------------------------------------------------------------------------------

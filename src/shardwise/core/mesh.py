@@ -221,25 +221,21 @@ def grid_like(
 
     Without a process group, the grid is one of a world that is not there.
     """
-    if not ranks or len(ranks) % math.prod(shape):
+    num = math.prod(shape)
+    if num < 1 or not ranks or len(ranks) % num:
         raise LayoutError(f"Ranks {list(ranks)} do not form meshes of shape {shape}.")
-    if not dist.is_initialized():
-        world = absent_world(max(ranks) + 1)
-        key = (device_type, axis_names, shape, ranks)
-        if key not in world.grids:
-            first = torch.tensor(ranks[: math.prod(shape)]).view(shape)
-            mesh = mesh_without_groups(device_type, first, axis_names)
-            world.grids[key] = Grid(mesh, world, shape, ranks)
-        found: Grid = world.grids[key]
-        return found
-    world = current_world()
-    if not world.simulated:
-        own = [each for each in _batched(ranks, math.prod(shape)) if world.rank in each]
-        ranks = own[0] if own else ranks[: math.prod(shape)]
+    world = current_world() if dist.is_initialized() else absent_world(max(ranks) + 1)
+    if not world.simulated and not world.absent:
+        own = [each for each in _batched(ranks, num) if world.rank in each]
+        ranks = own[0] if own else ranks[:num]
     key = (device_type, axis_names, shape, ranks)
     grid: Grid | None = world.grids.get(key)
     if grid is not None:
         return grid
+    first = torch.tensor(ranks[:num]).view(shape)
+    if world.absent:
+        mesh = mesh_without_groups(device_type, first, axis_names)
+        return world.grids.setdefault(key, Grid(mesh, world, shape, ranks))
     if max(ranks) >= world.size:
         raise WorldError(
             f"A mesh {shape} of ranks {list(ranks)} is needed, but the world has {world.size} "
@@ -253,7 +249,6 @@ def grid_like(
             "init_device_mesh(...) of the whole world, and mesh[...] for a part of it; and use it "
             "once: shardwise.zeros(1, device_mesh=mesh)."
         )
-    first = torch.tensor(ranks[: math.prod(shape)]).view(shape)
     mesh = DeviceMesh(device_type, first, mesh_dim_names=axis_names)
     return _remember(mesh, world.grids.setdefault(key, Grid(mesh, world, shape, ranks)))
 

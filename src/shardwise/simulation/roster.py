@@ -210,14 +210,9 @@ class RankIntNode:
         return roster, [self.values[place] for place in firsts]
 
     def _agreed(self, asked: str) -> Any:
-        values = [bool(v) if isinstance(v, torch.SymBool) else v for v in self.values]
-        if any(value != values[0] for value in values):
-            found = ", ".join(f"rank {r}: {v}" for r, v in zip(self.ranks, values, strict=True))
-            raise RankMismatchError(
-                f"One value was asked for ({asked}), but the ranks differ: {found}. Ask for one "
-                "rank with .on_rank(r), or map over ranks with LocalTensor.per_rank(fn)."
-            )
-        return values[0]
+        roster, values = self.parts()
+        plain = [bool(v) if isinstance(v, torch.SymBool) else v for v in values]
+        return agreed_value(plain, roster, asked)
 
     # -- what kind of number it is -------------------------------------------------------------
 
