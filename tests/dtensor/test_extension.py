@@ -181,6 +181,29 @@ def test_register_sharding_counts_the_placements(mesh):
         rows(x, weight)
 
 
+def test_register_sharding_of_an_op_with_tensors_by_keyword(mesh):
+    library = torch.library.Library("shardwise_test_keywords", "FRAGMENT")
+    library.define("scaled(Tensor x, *, Tensor weight, float by=2.0) -> Tensor")
+    library.impl(
+        "scaled", lambda x, *, weight, by=2.0: x * weight * by, "CompositeExplicitAutograd"
+    )
+    op = torch.ops.shardwise_test_keywords.scaled.default
+
+    @shardwise.register_sharding(op)
+    def shardings(x, *, weight, by=2.0):
+        assert (weight.ndim, by) == (1, 3.0)
+        return [([Shard(0)], [Shard(0), Replicate()])]
+
+    x, weight = torch.randn(6, 5), torch.randn(5)
+    found = op(
+        distribute_tensor(x, mesh, [Shard(0)]),
+        weight=distribute_tensor(weight, mesh, [Replicate()]),
+        by=3.0,
+    )
+    assert found.placements == (Shard(0),)
+    torch.testing.assert_close(whole(found), x * weight * 3)
+
+
 # -- local_map -------------------------------------------------------------------------------
 
 

@@ -250,9 +250,15 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Shardings]], Callable[
 
     def register(shardings: Callable[..., Shardings]) -> Callable[..., Shardings]:
         def choices(call: Call) -> Iterator[Choice]:
+            arguments = call.op._schema.arguments
+            num = sum(not a.kwarg_only for a in arguments)
             args = [_described(arg) for arg in call.args]
             kwargs = {name: _described(value) for name, value in call.kwargs.items()}
-            for outputs, inputs in shardings(*args, **kwargs):
+            # Those after a tensor by keyword are here by position; see Positional.
+            kwargs.update(
+                (a.name, arg) for a, arg in zip(arguments[num:], args[num:], strict=False)
+            )
+            for outputs, inputs in shardings(*args[:num], **kwargs):
                 yield Choice(_flat(inputs), _flat(outputs))
 
         for each in ops:
