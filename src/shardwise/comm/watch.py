@@ -25,21 +25,6 @@ class Cause:
 class Watch:
     """`on` is the flag to check; the other fields say what it is on for."""
 
-    __slots__ = (
-        "announced",
-        "cause",
-        "gather_unknown",
-        "kernels",
-        "listeners",
-        "notes",
-        "on",
-        "record",
-        "replicate_plain",
-        "steps",
-        "strict",
-        "watchers",
-    )
-
     def __init__(self) -> None:
         self.on = False
         self.strict = 0

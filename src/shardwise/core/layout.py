@@ -16,6 +16,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,27 +30,13 @@ from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
 Shape = tuple[Size, ...]
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class Layout:
     """Mesh, one placement per axis, the order of axes that share a dim, and the global tensor.
 
     `order` lists the axes from the outermost split to the innermost. It matters only among axes
-    that shard the same dim, and is kept in a canonical form.
+    that shard the same dim, and is kept in a canonical form. Made by `make_layout`.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "dtype",
-        "expanded",
-        "grid",
-        "here",
-        "memory_order",
-        "order",
-        "placements",
-        "shape",
-        "snapshot",
-        "stride",
-        "symbolic",
-    )
 
     grid: Grid
     placements: tuple[Placement, ...]
@@ -64,7 +51,7 @@ class Layout:
     #: The dims along which one entry stands for all, as `Tensor.expand` makes them.
     expanded: tuple[int, ...]
     #: The box of this process; filled on first use, never in a simulated world.
-    here: Box | None
+    here: Box | None = None
 
     @property
     def ndim(self) -> int:
@@ -195,12 +182,11 @@ def make_layout(
             "tensor are not sent with its shards. Distribute x.int_repr() and keep both as "
             "numbers, or distribute x.dequantize()."
         )
-    layout = Layout()
-    layout.grid, layout.placements, layout.order = grid, placements, order
-    layout.shape, layout.stride, layout.dtype = shape, stride, dtype
-    layout.symbolic, layout.snapshot, layout.here = symbolic, snapshot, None
-    layout.memory_order = None if symbolic else _memory_order(stride)
-    layout.expanded = tuple([d for d, s in enumerate(stride) if type(s) is int and s == 0])
+    memory_order = None if symbolic else _memory_order(stride)
+    expanded = tuple([d for d, s in enumerate(stride) if type(s) is int and s == 0])
+    layout = Layout(
+        grid, placements, order, shape, stride, dtype, symbolic, snapshot, memory_order, expanded
+    )
     if key is not None:
         _interned[key] = layout
     return layout

@@ -43,26 +43,6 @@ class Grid:
     Two equal meshes of one world share a grid; equal meshes of two worlds never do.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "axis_names",
-        "coordinate",
-        "coordinates",
-        "device_type",
-        "gradient_groups",
-        "group_names",
-        "hides_writes",
-        "lends",
-        "mesh",
-        "num_writes",
-        "outside",
-        "places",
-        "ranks",
-        "shape",
-        "submeshes",
-        "world",
-    )
-
     def __init__(
         self, mesh: DeviceMesh, world: World, shape: tuple[int, ...], ranks: tuple[int, ...]
     ) -> None:

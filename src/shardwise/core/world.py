@@ -34,22 +34,6 @@ _epochs = itertools.count(1)
 class World:
     """One lifetime of torch.distributed. Compared by identity."""
 
-    __slots__ = (
-        "__weakref__",
-        "absent",
-        "axis_names",
-        "epoch",
-        "faults",
-        "grids",
-        "group",
-        "has_values",
-        "lines",
-        "present",
-        "rank",
-        "simulated",
-        "size",
-    )
-
     def __init__(self, group: Any, *, simulated: bool) -> None:
         self.epoch = next(_epochs)
         self.group = weakref.ref(group)
