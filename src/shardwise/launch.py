@@ -1,6 +1,6 @@
 """Local processes that work as one job: start, messages, the end of a rank.
 
-Note [One import for all]
+Note [Preloaded processes]
 The processes are forked from a server that has only imported torch and shardwise. It is a fresh
 process without the launcher's threads and devices, and serves later jobs too.
 """
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch.c10d import set_default_timeout
-from shardwise.core.world import tell
+from shardwise.core.world import post
 from shardwise.errors import ArgumentError, LaunchError, ShardwiseError
 
 __all__ = ["LOOPBACK", "PRELOADED", "Note", "join", "launch"]
@@ -85,7 +85,7 @@ def run_rank(rank: int, settings: Settings, pipe: Connection, task: bytes) -> No
         result = fn(*extra, *args)
         for finish in before_done:
             finish()
-        tell(f"had returned from {getattr(fn, '__name__', fn)}")
+        post(f"had returned from {getattr(fn, '__name__', fn)}")
         send("done", result)
     except BaseException as error:
         summary = f"{type(error).__name__}: {error}".removesuffix(".")
@@ -151,7 +151,7 @@ def _loopback_interface() -> str:
 
 
 PRELOADED = ["shardwise.preload"]
-"""What every process needs, by name; see Note [One import for all]."""
+"""What every process needs, by name; see Note [Preloaded processes]."""
 Note = Callable[[Any], None]
 """Sends a value to the launcher."""
 

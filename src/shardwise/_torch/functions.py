@@ -82,12 +82,12 @@ def others_watch_steps(optimizer: Any) -> bool:
 
 def probe() -> Probe:
     return _names.probe(
-        lambda: _compute() and _walks() and _computes(),
+        lambda: _functions_work() and _trees_work() and _symbols_work(),
         "some functions on DTensors and sharded modules fail, or symbolic sizes are wrong",
     )
 
 
-def _compute() -> bool:
+def _functions_work() -> bool:
     x, starts = torch.ones(3, 2), torch.tensor([0, 2])
     assert_async(torch.tensor(True), "")
     bags = embedding_bag(x, torch.tensor([0, 1, 2]), starts, mode=2)
@@ -128,7 +128,7 @@ else:
     tree_unflatten = _names.find("torch.utils._pytree.tree_unflatten", _WITHOUT)
 
 
-def _walks() -> bool:
+def _trees_work() -> bool:
     nested = [1, (2, {"a": 3})]
     leaves, spec = tree_flatten(nested)
     doubled = tree_map_only(int, lambda x: 2 * x, nested)
@@ -161,7 +161,7 @@ def compute(expression: Any, symbols: dict[Any, Any]) -> Any:
     return _sympy_interp()(_reference(), symbols, expression)
 
 
-def _computes() -> bool:
+def _symbols_work() -> bool:
     import sympy  # type: ignore[import-untyped]
 
     check_size(torch.empty(2).numel() == 2)

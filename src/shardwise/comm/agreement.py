@@ -177,17 +177,17 @@ def _gathered(
 def gather_numbers(
     grid: Grid,
     what: str,
-    tell: Callable[..., tuple[Sequence[int], str | None]],
+    describe: Callable[..., tuple[Sequence[int], str | None]],
     *tensors: torch.Tensor,
 ) -> list[tuple[int, ...]]:
-    """The numbers that `tell(*its tensors)` returns on each rank, by rank.
+    """The numbers that `describe(*its tensors)` returns on each rank, by rank.
 
     It also returns what is wrong on its rank, or None; if something is, every rank raises.
     """
     faults = Faults(grid, what, f"{what}: ")
 
     def row(rank: int, *mine: torch.Tensor) -> list[int]:
-        numbers, wrong = tell(*mine)
+        numbers, wrong = describe(*mine)
         return [faults.status(rank, wrong), *numbers]
 
     rows = gather(grid, what, row, *tensors).tolist()
@@ -228,20 +228,20 @@ def _gather_bytes(
 class Meeting:
     """An all-to-all of rows of numbers along one axis, started at once; see `finish`.
 
-    Row i of `rows` goes to coordinate i, and `told` to all coordinates.
+    Row i of `rows` goes to coordinate i, and `shared` to all coordinates.
     """
 
-    def __init__(self, grid: Grid, axis: int, rows: torch.Tensor, told: torch.Tensor) -> None:
-        def label(_: Coordinate, rows: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
-            both = torch.cat([rows, told.to(rows.device).expand(len(rows), -1)], 1)
+    def __init__(self, grid: Grid, axis: int, rows: torch.Tensor, shared: torch.Tensor) -> None:
+        def label(_: Coordinate, rows: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+            both = torch.cat([rows, shared.to(rows.device).expand(len(rows), -1)], 1)
             return both.to(grid.device_type)
 
         self._grid, self._width = grid, rows.shape[1]
-        labels = each_rank(grid, label, rows, told, axes=())
+        labels = each_rank(grid, label, rows, shared, axes=())
         self._arriving = collectives.start_all_to_all(labels, grid, axis)
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The row from each coordinate for this rank, and each coordinate's `told`; on the CPU."""
+        """Each coordinate's row for this rank, and its `shared`; on the CPU."""
 
         def parted(_: Coordinate, arrived: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return arrived[:, : self._width], arrived[:, self._width :]

@@ -25,7 +25,7 @@ from shardwise.comm.watch import watch
 from shardwise.core.mesh import Coordinate, Grid
 from shardwise.core.sizes import lengths
 from shardwise.core.untraced import without_autocast
-from shardwise.core.world import current_world, heard, tell
+from shardwise.core.world import current_world, post, posted
 from shardwise.errors import CollectiveError, WorldError
 from shardwise.simulation.collectives import (
     name_of_groups,
@@ -66,14 +66,14 @@ def group_name(grid: Grid, axis: int) -> str:
         )
     name = grid.group_names[axis]
     if name is None:
-        name = grid.group_names[axis] = _noted(name_of_groups(grid, axis), grid, axis)
+        name = grid.group_names[axis] = _registered(name_of_groups(grid, axis), grid, axis)
     elif watch.on:
         # Meshes of the same ranks share a group: watchers see the name of the axis used last.
         grid.world.axis_names[name] = grid.axis_name(axis)
     return name
 
 
-def _noted(name: str, grid: Grid, axis: int) -> str:
+def _registered(name: str, grid: Grid, axis: int) -> str:
     grid.world.lines[name] = grid.lines(axis)
     grid.world.axis_names[name] = grid.axis_name(axis)
     return name
@@ -96,7 +96,7 @@ def gradient_group(grid: Grid, axis: int, *, together: bool) -> str | None:
         new = name_of_new_groups(grid, axis) if grid.shape[axis] > 1 else None
         if new is None:
             return None
-        made.append(_noted(new, grid, axis))
+        made.append(_registered(new, grid, axis))
     else:
         made.append(made.pop(0))
     return made[-1]
@@ -228,7 +228,7 @@ def start_uneven_all_gather(
         lengths = lambda place: [width * n for n in elements(place)]  # noqa: E731
     name, place = group_name(grid, axis), grid.coordinates[present(grid)[0]]
     longest = one_part(out)[: max(lengths(place))]
-    with watch.told("all_gather_into_tensor", longest, name):
+    with watch.reported("all_gather_into_tensor", longest, name):
         if is_per_rank(x):
             _all_gather_into_tensor_out(x, grid.shape[axis], name, out=out)
             return
@@ -272,7 +272,7 @@ def start_scattered_sum(
         return lambda: awaited(started).to(x.dtype)
     name, mine = group_name(grid, axis), my_coordinate(grid)[axis]
     splits = [int(k != mine) for k in range(grid.shape[axis])]
-    with watch.told("reduce_scatter_tensor", x, name):
+    with watch.reported("reduce_scatter_tensor", x, name):
         started = _all_to_all_single(x[:-1], splits, splits, name)
 
     def add() -> torch.Tensor:
@@ -304,7 +304,7 @@ def start_uneven_scattered_sum(
         return [lengths(place)[place[axis]]] * grid.shape[axis]
 
     name = group_name(grid, axis)
-    with watch.told("reduce_scatter_tensor", x, name):
+    with watch.reported("reduce_scatter_tensor", x, name):
         received, sent = counts_per_rank(grid, own), counts_per_rank(grid, lengths)
         started = _all_to_all_single(x, received, sent, name)
 
@@ -399,7 +399,7 @@ def scatter(
     longest = max(
         here.split(lengths(here.shape[dim], grid.shape[axis], sizes), dim), key=torch.Tensor.numel
     )
-    with watch.told("scatter_", longest, name):
+    with watch.reported("scatter_", longest, name):
         if is_per_rank(x):
             return simulated_scatter(x, dim, sizes, source, name)
         mine = my_coordinate(grid)[axis]
@@ -434,7 +434,7 @@ GRACE_S = 2.0
 #: Each says more about what this rank does; see debug.journal.
 describers: list[Callable[[], str]] = []
 #: Each raises where it knows better why the ranks have lost each other; see debug.journal.
-judges: list[Callable[[], None]] = []
+explainers: list[Callable[[], None]] = []
 
 
 def is_lost(error: Exception) -> bool:
@@ -456,10 +456,10 @@ def what_ranks_did(mine: str) -> str:
     world = current_world()
     if len(world.present) == world.size:
         return ""
-    tell(f"was in {mine}"[:4000])
-    for judge in judges:
-        judge()
-    said = heard(world.size, GRACE_S)
+    post(f"was in {mine}"[:4000])
+    for explain in explainers:
+        explain()
+    said = posted(world.size, GRACE_S)
     ranks: dict[str, list[int]] = {}
     for rank in range(world.size):
         ranks.setdefault(said.get(rank, ""), []).append(rank)
@@ -606,8 +606,8 @@ def _detached_result(other: torch.Tensor) -> torch.Tensor:
     return other.result().detach()
 
 
-def later(local: torch.Tensor) -> torch.Tensor:
-    """A DTensor's local tensor for use outside it; a pending one stays pending."""
+def alias_for_outside(local: torch.Tensor) -> torch.Tensor:
+    """An alias of a DTensor's local tensor for use outside it; a pending one stays pending."""
     return local.share() if type(local) is Pending else sized_copy(local, True)
 
 

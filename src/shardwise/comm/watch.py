@@ -47,15 +47,11 @@ class Watch:
         #: Whether an op without a rule gathers its operands; not part of `on`.
         self.gather_unknown = 0
 
-    def tell(self, kind: str, sent: Any, group_name: str) -> None:
-        """Report a collective that is not an op."""
+    @contextlib.contextmanager
+    def reported(self, kind: str, sent: Any, group_name: str) -> Iterator[None]:
+        """Report a collective that is not an op; the collective ops inside belong to it."""
         for listener in self.listeners:
             listener(kind, sent, group_name)
-
-    @contextlib.contextmanager
-    def told(self, kind: str, sent: Any, group_name: str) -> Iterator[None]:
-        """Report one collective; the collective ops that run inside belong to it."""
-        self.tell(kind, sent, group_name)
         before, self.announced = self.announced, True
         try:
             yield

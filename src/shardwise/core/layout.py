@@ -24,7 +24,7 @@ import torch
 from shardwise.core.box import Box
 from shardwise.core.mesh import Coordinate, Grid
 from shardwise.core.placements import REPLICATE, NormPartial, Partial, Placement, Shard, short
-from shardwise.core.sizes import Size, lengths, noted, settled, shard_range
+from shardwise.core.sizes import Size, lengths, recorded, settled, shard_range
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
 
 Shape = tuple[Size, ...]
@@ -121,7 +121,7 @@ class Layout:
                 )
                 offset[dim] = offset[dim] + start
         if self.symbolic:
-            return Box(tuple(noted(offset)), tuple(noted(shape)))
+            return Box(tuple(recorded(offset)), tuple(recorded(shape)))
         return Box(tuple(offset), tuple(shape))
 
     def local_shape(self, coordinate: Coordinate) -> Shape:
@@ -360,7 +360,7 @@ def shard_with(dim: int, sizes: tuple[int, ...], size: Size, parts: int) -> Shar
     return Shard(dim) if sizes == lengths(size, parts, None) else Shard(dim, sizes)
 
 
-def can_name(sizes: tuple[Size, ...], size: Size, parts: int) -> bool:
+def fits_shard(sizes: tuple[Size, ...], size: Size, parts: int) -> bool:
     """Whether a Shard can have these sizes: explicit ones cannot be symbols."""
     return all(type(n) is int for n in sizes) or sizes == lengths(size, parts, None)
 

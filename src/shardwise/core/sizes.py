@@ -116,7 +116,7 @@ def settled(size: Size) -> Size:
     return size if constant is None else constant
 
 
-def surely_equal(a: Size, b: Size) -> bool:
+def statically_equal(a: Size, b: Size) -> bool:
     """Whether two sizes are equal whatever their symbols stand for; adds no guard."""
     if type(a) is not torch.SymInt and type(b) is not torch.SymInt:
         return bool(a == b)
@@ -194,7 +194,7 @@ def decided(claim: Callable[[], Any]) -> bool:
     return unrecorded(lambda: bool(answer(claim())))
 
 
-def noted(numbers: Sequence[Any]) -> Sequence[Any]:
+def recorded(numbers: Sequence[Any]) -> Sequence[Any]:
     """`numbers`, recorded in the graph that is being traced; the same object if nothing changes.
 
     torch builds some expressions of sizes when it needs them, but not powers, such as `s * s`, nor
@@ -208,12 +208,12 @@ def noted(numbers: Sequence[Any]) -> Sequence[Any]:
     mode = get_proxy_mode()
     if mode is None:
         return numbers
-    found = tuple(_noted(n, mode.tracer) if type(n) is torch.SymInt else n for n in numbers)
+    found = tuple(_recorded(n, mode.tracer) if type(n) is torch.SymInt else n for n in numbers)
     changed = any(a is not b for a, b in zip(found, numbers, strict=True))
     return found if changed else numbers
 
 
-def _noted(number: torch.SymInt, tracer: Any) -> Any:
+def _recorded(number: torch.SymInt, tracer: Any) -> Any:
     if not number.node.is_symbolic() or number in tracer.symnode_tracker:
         return number
     is_symbol = number.node.expr.is_Symbol

@@ -157,10 +157,9 @@ def in_simulated_world() -> bool:
 in_simulated_world._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-# -- doing ---------------------------------------------------------------------------------------
-# What each rank is doing, written to the store of the rendezvous.
-#
-# For ranks whose collective failed: the group cannot be used any more, but the store can.
+# -- what ranks do -------------------------------------------------------------------------------
+# For ranks whose collective failed: the group cannot be used any more, but the store of the
+# rendezvous can.
 
 
 _EVERY_S = 0.02
@@ -170,14 +169,14 @@ def _key(topic: str, rank: int) -> str:
     return f"shardwise/{topic}/{rank}"
 
 
-def tell(text: str, topic: str = "doing") -> None:
-    """Write what this rank does; what it wrote first stays."""
+def post(text: str, topic: str = "doing") -> None:
+    """Write what this rank does to the store; what it wrote first stays."""
     with contextlib.suppress(RuntimeError):  # the store may be gone as well
         default_store().compare_set(_key(topic, dist.get_rank()), "", text)
 
 
-def heard(num_ranks: int, wait_s: float, topic: str = "doing") -> dict[int, str]:
-    """What each rank has written; waits so long for those that have not."""
+def posted(num_ranks: int, wait_s: float, topic: str = "doing") -> dict[int, str]:
+    """What each rank has posted; waits at most `wait_s` for those that have not."""
     said: dict[int, str] = {}
     until_s = time.monotonic() + wait_s
     with contextlib.suppress(RuntimeError):

@@ -33,7 +33,7 @@ import torch
 
 from shardwise._torch.c10d import default_store
 from shardwise.core.layout import Layout
-from shardwise.core.world import heard, tell
+from shardwise.core.world import post, posted
 from shardwise.errors import RankMismatchError
 from shardwise.simulation.roster import spans
 
@@ -149,8 +149,8 @@ def exchange_accounts(
     mine: Account, topic: str, num_ranks: int, wait_s: float
 ) -> dict[int, Account]:
     """The accounts of the ranks that give one in time; this rank's was the first it gave."""
-    tell(json.dumps(asdict(mine)), topic)
-    said = heard(num_ranks, wait_s, topic)
+    post(json.dumps(asdict(mine)), topic)
+    said = posted(num_ranks, wait_s, topic)
     return {rank: Account(**json.loads(said[rank])) for rank in sorted(said)}
 
 

@@ -39,7 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise._torch.c10d import group_timeout
 from shardwise._torch.frames import line_outside
 from shardwise.comm import collectives
-from shardwise.comm.collectives import GRACE_S, describers, judges, lost
+from shardwise.comm.collectives import GRACE_S, describers, explainers, lost
 from shardwise.comm.watch import watch
 from shardwise.core.mesh import Grid, grid_like, grid_of
 from shardwise.core.untraced import untraced
@@ -193,7 +193,7 @@ class agree:
         watch.steps.append(self._stepped)
         watch.record = self._note
         describers.append(self._place)
-        judges.append(self._judge)
+        explainers.append(self._explain)
 
     def _swap_out(self) -> None:
         DTensor.__torch_dispatch__ = self._dispatch  # type: ignore[method-assign]
@@ -203,7 +203,7 @@ class agree:
         watch.steps.remove(self._stepped)
         watch.record = None
         describers.remove(self._place)
-        judges.remove(self._judge)
+        explainers.remove(self._explain)
 
     def _place(self) -> str:
         """Where this rank is, for the error of a collective that failed."""
@@ -497,7 +497,7 @@ class agree:
             self._last = sent.journal[-1]
         return True
 
-    def _judge(self) -> None:
+    def _explain(self) -> None:
         """A collective has failed: raise if that is because ranks run something else."""
         found = self._difference(self._sent, GRACE_S)
         if found is not None:

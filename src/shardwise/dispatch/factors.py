@@ -53,19 +53,19 @@ class _Bounds:
         limits = torch.finfo(torch.float64 if wide else torch.float32)
         self.largest, self.smallest = limits.max, limits.smallest_normal
 
-    def hold(self, number: Any) -> bool:
+    def allows(self, number: Any) -> bool:
         if self.divides:
             return abs(number) >= self.smallest
         return abs(number) <= self.largest
 
-    def hold_all(self, x: torch.Tensor) -> bool:
-        """Whether they hold for all entries of `x`, as far as it has values to read."""
+    def allows_all(self, x: torch.Tensor) -> bool:
+        """Whether they allow all entries of `x`, as far as it has values to read."""
         if type(x) is not torch.Tensor:
-            return not has_values(x) or all(map(self.hold_all, parts_of(x)))
+            return not has_values(x) or all(map(self.allows_all, parts_of(x)))
         if not x.is_cpu:
             return True
         if not x.dim():
-            return self.hold(x.item())
+            return self.allows(x.item())
         if self.divides:
             # Most divisors are positive, and reading them is faster than dividing.
             if not x.numel() or (not x.is_complex() and x.amin().item() >= self.smallest):
@@ -75,7 +75,7 @@ class _Bounds:
         # A finite sum has finite terms. Not the other way round.
         return total - total == 0 or bool(x.isfinite().all())
 
-    def concern(self, layout: Layout) -> bool:
+    def may_exceed(self, layout: Layout) -> bool:
         """Whether a factor of this layout may hold a number that is out of bounds."""
         return self.divides or layout.dtype.is_floating_point or layout.dtype.is_complex
 
@@ -96,7 +96,7 @@ def bounded(
     factors = [
         path
         for path, layout in zip(paths, plan.inputs, strict=True)
-        if linear and _is_factor(layout, plan) and bounds.concern(layout)
+        if linear and _is_factor(layout, plan) and bounds.may_exceed(layout)
     ]
     # A number that a local function takes may be anything: the order of a norm, for one.
     multiplies = isinstance(plan.op, OpOverload) and plan.local is None
@@ -108,13 +108,13 @@ def bounded(
 
     def run(*operands: Any, **options: Any) -> Any:
         for i in positions:
-            if not bounds.hold(operands[i]):
+            if not bounds.allows(operands[i]):
                 return reduced(added)(*operands, **options)
         for name in names:
-            if not bounds.hold(options[name]):
+            if not bounds.allows(options[name]):
                 return reduced(added)(*operands, **options)
         for path in factors:
-            if not bounds.hold_all(at_path(operands, path)):
+            if not bounds.allows_all(at_path(operands, path)):
                 return reduced(linear)(*operands, **options)
         return call(*operands, **options)
 
@@ -149,7 +149,7 @@ def _is_factor(layout: Layout, plan: CallPlan) -> bool:
 
 def _is_number(arg: Any, bounds: _Bounds) -> bool:
     """Whether a number is not in the cache key, or is and is out of bounds."""
-    return isinstance(arg, (float, complex)) or (isinstance(arg, int) and not bounds.hold(arg))
+    return isinstance(arg, (float, complex)) or (isinstance(arg, int) and not bounds.allows(arg))
 
 
 def _reducing(

@@ -24,7 +24,7 @@ from shardwise._torch.dispatch import (
 )
 from shardwise._torch.functions import detect_fake_mode, tree_leaves, tree_map, tree_map_only
 from shardwise.core.layout import Layout, contiguous_stride, shares_entries
-from shardwise.core.sizes import noted
+from shardwise.core.sizes import recorded
 from shardwise.dispatch.rule import Rule, TensorMeta
 from shardwise.dispatch.shapes import ASKED, SHAPES, iterated_stride, with_kernel_strides
 from shardwise.errors import ShardwiseError, UnsupportedError
@@ -353,8 +353,8 @@ def _meta(leaf: Any, metas: list[TensorMeta], multiply: bool) -> Any:
     """
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    shape = tuple(noted(leaf.shape))
-    stride = contiguous_stride(shape) if multiply else tuple(noted(leaf.stride()))
+    shape = tuple(recorded(leaf.shape))
+    stride = contiguous_stride(shape) if multiply else tuple(recorded(leaf.stride()))
     metas.append(TensorMeta(shape, stride, leaf.dtype))
     return metas[-1]
 

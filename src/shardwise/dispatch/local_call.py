@@ -48,7 +48,7 @@ def local_call(
     call = _local_call(op, plan, binding)
     if _runs_other_ops(op, plan) and not _runs_itself_cast(op, plan):
         call = without_autocast(call)
-    call = refused_alike(op, plan.inputs, call)
+    call = raising_together(op, plan.inputs, call)
     # The local function of an op that copies a view may return a view.
     return unaliased(call) if plan.local is not None and copies_view(op) else call
 
@@ -297,7 +297,7 @@ DIVISIONS = (
 )
 
 
-def refused_alike(
+def raising_together(
     op: Any, inputs: Sequence[Layout], call: Callable[..., Any]
 ) -> Callable[..., Any]:
     """The local call of `op`, which raises on every rank where it raises on one."""

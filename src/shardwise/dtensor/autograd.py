@@ -36,7 +36,7 @@ from shardwise._torch.autograd import (
     users_hooks,
 )
 from shardwise.comm import collectives
-from shardwise.comm.collectives import Pending, finished_like, later
+from shardwise.comm.collectives import Pending, alias_for_outside, finished_like
 from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout, contiguous_stride, dense_stride, make_layout, normalize
 from shardwise.core.mesh import Grid
@@ -391,7 +391,7 @@ class FromOutside(UntracedFunction):
 
 def _handed_out(x: Any, async_op: bool, plain: bool) -> torch.Tensor:
     """The local tensor of `x` for use outside of it; see ToLocal."""
-    local = later(x._local) if async_op else lend(x)
+    local = alias_for_outside(x._local) if async_op else lend(x)
     if plain:
         return plain_if_equal(local, equal=all(p.is_replicate() for p in x.placements))
     return local

@@ -42,7 +42,7 @@ from shardwise.core.encode import (
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.mesh import Coordinate, Grid, current_mesh
 from shardwise.core.placements import Placement, Shard
-from shardwise.core.sizes import splits_evenly, surely_equal
+from shardwise.core.sizes import splits_evenly, statically_equal
 from shardwise.core.world import world_caches
 from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.simulation.ranks import from_parts, parts_of, rank_values, roster_of
@@ -149,7 +149,7 @@ def _ties_dim(
     num_shards = math.prod(layout.grid.shape[axis] for axis in layout.axes_of(dim))
     # A process knows only its own shard.
     alike = len(shard_sizes) > 1 or (type(first) is int and splits_evenly(size, num_shards))
-    alike = alike and all(surely_equal(first, other) for other in shard_sizes)
+    alike = alike and all(statically_equal(first, other) for other in shard_sizes)
     if type(size) is not int and num_shards > 1 and alike:
         return bool(size == num_shards * first)
     tied = False

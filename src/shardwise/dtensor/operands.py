@@ -29,7 +29,7 @@ from shardwise._torch.frames import maker
 from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Grid
-from shardwise.core.sizes import surely_equal
+from shardwise.core.sizes import statically_equal
 from shardwise.core.untraced import untraced
 from shardwise.dispatch.plan import Entry
 from shardwise.dispatch.wrapped import Wrapped
@@ -298,7 +298,7 @@ def wrap_skipped(kind: Any, op: Any, layouts: Sequence[Any], entry: Entry) -> No
     if op is not torch.ops.aten.cat.default:
         return
     one_dim = [(i, layout.shape[0]) for i, layout in enumerate(layouts[0]) if layout.ndim == 1]
-    skipped = [i for i, size in one_dim if surely_equal(size, 0)]
+    skipped = [i for i, size in one_dim if statically_equal(size, 0)]
     move = entry.move
 
     def hooked(operands: list[Any], args: Sequence[Any]) -> None:

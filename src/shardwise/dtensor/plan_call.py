@@ -16,7 +16,7 @@ import torch
 from shardwise._torch.dispatch import OpOverload, is_composite, undispatched
 from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout
-from shardwise.core.sizes import noted, settle_ones
+from shardwise.core.sizes import recorded, settle_ones
 from shardwise.dispatch.catalog import (
     Positional,
     changes_shape,
@@ -249,7 +249,7 @@ class Miss:
             watch.notes.append(entry)
         if entry.move is not None:
             entry.move(self.operands, self.args)
-        local = entry.call(*map(_noted, self.operands), **self.kwargs)
+        local = entry.call(*map(_recorded, self.operands), **self.kwargs)
         for layout in entry.plan.outputs:
             if layout.symbolic:
                 settle_ones(layout.shape)
@@ -270,12 +270,12 @@ def _is_outside(entry: Entry) -> bool:
     return any(layout.grid.outside for layout in entry.plan.outputs[:1])
 
 
-def _noted(operand: Any) -> Any:
+def _recorded(operand: Any) -> Any:
     """An argument that the graph being traced can record."""
     if type(operand) is torch.SymInt:
-        return noted((operand,))[0]
+        return recorded((operand,))[0]
     if isinstance(operand, (list, tuple)) and any(type(x) is torch.SymInt for x in operand):
-        return noted(operand)
+        return recorded(operand)
     return operand
 
 

@@ -39,7 +39,7 @@ from shardwise.core.encode import encode_mesh
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.mesh import current_mesh, grid_of
 from shardwise.core.placements import REPLICATE, Placement, short
-from shardwise.core.sizes import noted, unrecorded
+from shardwise.core.sizes import recorded, unrecorded
 from shardwise.core.untraced import breaks_graph, untraced
 from shardwise.dispatch.plan import Entry, entries
 from shardwise.dispatch.variants import TensorByKeyword, run_by_keyword
@@ -118,7 +118,7 @@ class DTensor(Wrapped):
         if type(local) is not _Tensor:
             local = unsized(local)
         if layout.symbolic:
-            layout = layout.with_sizes(noted(layout.shape), noted(layout.stride))
+            layout = layout.with_sizes(recorded(layout.shape), recorded(layout.stride))
             return unrecorded(DTensor._build, local, layout, requires_grad)
         return DTensor._build(local, layout, requires_grad)
 

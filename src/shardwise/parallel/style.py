@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.collectives import Pending, later
+from shardwise.comm.collectives import Pending, alias_for_outside
 from shardwise.core.mesh import Grid, grid_of
 from shardwise.core.placements import REPLICATE, Placement, Shard, short
 from shardwise.core.sizes import lengths
@@ -398,7 +398,7 @@ def _later(x: DTensor) -> torch.Tensor:
         return x.to_local()
     if torch.is_grad_enabled() and x.requires_grad:
         return autograd.to_local(x, autograd.gradient_layout(x._layout), True)
-    return later(x._local)
+    return alias_for_outside(x._local)
 
 
 class Scale(UntracedFunction):

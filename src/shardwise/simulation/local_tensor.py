@@ -39,12 +39,12 @@ from shardwise.simulation.roster import (
     make_roster,
     mismatch,
     no_constants,
+    placeholder,
     rank_int,
     rank_values_of,
     same_values,
     spans,
-    stand_in,
-    traced_stand_in,
+    traced_placeholder,
 )
 
 #: op -> function(op, args, kwargs), for ops that do not run part by part; mostly filled by
@@ -72,7 +72,7 @@ class LocalTensor(torch.Tensor):
     )
     """
 
-    __slots__ = ("_noted", "_parts", "_roster", "_sized", "_uneven")
+    __slots__ = ("_parts", "_recorded", "_roster", "_sized", "_uneven")
     _parts: tuple[torch.Tensor, ...]
     _roster: Roster
     #: Whether its sizes are given rank by rank; see Note [Uneven sizes]. Not inside a DTensor,
@@ -80,8 +80,8 @@ class LocalTensor(torch.Tensor):
     _sized: bool
     #: Whether its parts differ in sizes or strides; known only where `_sized`.
     _uneven: bool
-    #: The shape and strides that a compiler has recorded for it; see simulation.stand_in.
-    _noted: tuple[Any, Any] | None
+    #: The shape and strides that a compiler has recorded for it; see simulation.roster.
+    _recorded: tuple[Any, Any] | None
 
     __torch_function__ = no_torch_function
 
@@ -121,7 +121,7 @@ class LocalTensor(torch.Tensor):
         self._roster = roster
         self._sized = sized
         self._uneven = uneven
-        self._noted = None
+        self._recorded = None
         return self
 
     # -- making and reading ------------------------------------------------------------------
@@ -176,10 +176,12 @@ class LocalTensor(torch.Tensor):
         strides = asked == "stride"
         who = asker(__file__)
         if who is Asker.COMPILER:
-            if self._noted is None:
+            if self._recorded is None:
                 traced = type(self._parts[0]) is not torch.Tensor
-                self._noted = traced_stand_in(self.dim()) if traced else stand_in(self._parts)
-            return self._noted[strides]
+                self._recorded = (
+                    traced_placeholder(self.dim()) if traced else placeholder(self._parts)
+                )
+            return self._recorded[strides]
         if who is Asker.FORMULA:
             return (torch.Tensor.stride if strides else torch.Tensor.size)(self)
         if who is Asker.FOR_CONSTANTS:
@@ -244,7 +246,7 @@ class LocalTensor(torch.Tensor):
     ) -> LocalTensor:
         made = LocalTensor([inner[f"_part{i}"] for i in range(len(inner))], roster, sized=True)
         if made._uneven and type(made._parts[0]) is not torch.Tensor:
-            made._noted = (outer_size, outer_stride)
+            made._recorded = (outer_size, outer_stride)
         return made
 
     @untraced
@@ -393,16 +395,16 @@ def _run_any(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return wrap_results(results, roster, str(func), _any_sized(leaves))
 
 
-def _view_as_noted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _view_as_recorded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view with a tensor's own sizes, which the compiler calls with those that it recorded."""
     x, *size = args
-    noted = x._noted if type(x) is LocalTensor and x._uneven else None
-    if noted is None or kwargs or list(size[0]) != list(noted[0]):
+    recorded = x._recorded if type(x) is LocalTensor and x._uneven else None
+    if recorded is None or kwargs or list(size[0]) != list(recorded[0]):
         return _run_any(func, args, kwargs)
     return LocalTensor([func(part, part.shape) for part in x._parts], x._roster, x._sized)
 
 
-collective_handlers[torch.ops.aten._unsafe_view.default] = _view_as_noted
+collective_handlers[torch.ops.aten._unsafe_view.default] = _view_as_recorded
 
 
 def _at_once(op: Any) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.sizes import surely_equal
+from shardwise.core.sizes import statically_equal
 from shardwise.core.world import World, simulated_world, world_caches
 from shardwise.errors import LayoutError, RankMismatchError, UnsupportedError, WorldError
 
@@ -178,7 +178,7 @@ def rank_int(
     multiplied with each other.
     """
     kept = node is None or type(values[0]) is int
-    if kept and all(surely_equal(value, values[0]) for value in values):
+    if kept and all(statically_equal(value, values[0]) for value in values):
         return values[0]
     return torch.SymInt((node or RankIntNode)(world, ranks, tuple(values)))
 
@@ -326,7 +326,7 @@ for _name, _fn in _OPERATORS.items():
     setattr(RankIntNode, _name, _binary(_fn))
 
 
-# -- stand in ------------------------------------------------------------------------------------
+# -- placeholders---------------------------------------------------------------------------------
 # The sizes that a compiler records for a LocalTensor whose parts differ in size.
 #
 # A program that reads the shape of such a tensor gets an error that names the ranks, compiled or
@@ -350,7 +350,7 @@ def differing(tuples: Sequence[Sequence[Any]]) -> list[int]:
 def _alike(sizes: Sequence[Any]) -> bool:
     """Whether sizes are equal; guards on symbols whose hints are equal."""
     first = sizes[0]
-    if all(surely_equal(size, first) for size in sizes):
+    if all(statically_equal(size, first) for size in sizes):
         return True
     hints = [size.node.hint if type(size) is torch.SymInt else size for size in sizes]
     if hints[0] is None or any(hint != hints[0] for hint in hints):
@@ -358,7 +358,7 @@ def _alike(sizes: Sequence[Any]) -> bool:
     return all(bool(size == first) for size in sizes)
 
 
-def stand_in(parts: Sequence[torch.Tensor]) -> tuple[torch.Size, tuple[int, ...]]:
+def placeholder(parts: Sequence[torch.Tensor]) -> tuple[torch.Size, tuple[int, ...]]:
     """A shape and strides for the parts of a real tensor."""
     shape, shapes = list(parts[0].shape), [part.shape for part in parts]
     stride, strides = list(parts[0].stride()), [part.stride() for part in parts]
@@ -378,7 +378,7 @@ def stand_in(parts: Sequence[torch.Tensor]) -> tuple[torch.Size, tuple[int, ...]
     return torch.Size(shape), tuple(stride)
 
 
-def traced_stand_in(ndim: int) -> tuple[torch.Size, tuple[int, ...]]:
+def traced_placeholder(ndim: int) -> tuple[torch.Size, tuple[int, ...]]:
     """A shape and strides for a tensor that is made while a compiler traces.
 
     Constants, since a symbol that becomes one between two passes would contradict the compiler's

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.core.placements import SUM, NormPartial, Partial, Placement
-from shardwise.core.sizes import Size, noted
+from shardwise.core.sizes import Size, recorded
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dispatch.rule import (
     Call,
@@ -80,7 +80,7 @@ class MeanTerm:
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         kwargs["dtype"] = self.dtype
         summed = aten.sum.dim_IntList(x, *args, **kwargs) if args else aten.sum.default(x, **kwargs)
-        (count,) = noted((self.count,))
+        (count,) = recorded((self.count,))
         return summed / count
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.layout import can_name, shard_with
+from shardwise.core.layout import fits_shard, shard_with
 from shardwise.core.placements import REPLICATE, SUM, Partial, Placement, Shard
 from shardwise.core.sizes import lengths
 from shardwise.dispatch.rule import (
@@ -238,7 +238,7 @@ def _group_ways(call: Call, x: int) -> Iterator[ConvSplit]:
         counts = [n // per_group for n in sizes] if sizes else lengths(groups, call.axis_size, None)
         parts, out = call.axis_size, _out_channels(call)
         before, after = (tuple(n * size // groups for n in counts) for size in (channels, out))
-        if not can_name(before, channels, parts) or not can_name(after, out, parts):
+        if not fits_shard(before, channels, parts) or not fits_shard(after, out, parts):
             continue
         source, each = shard_with(1, before, channels, parts), shard_with(0, after, out, parts)
         weight = shard_with(0, before, channels, parts) if call.argument("transposed") else each

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.layout import can_name, shard_with
+from shardwise.core.layout import fits_shard, shard_with
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.core.sizes import lengths
 from shardwise.core.untraced import UntracedFunction, without_autocast
@@ -444,7 +444,7 @@ def _channel_splits(call: Call, x: int) -> Iterator[ChannelSplit]:
             else lengths(groups, call.axis_size, None)
         )
         wide = tuple(n * per_group for n in counts)
-        if not can_name(wide, channels, call.axis_size):
+        if not fits_shard(wide, channels, call.axis_size):
             continue
         yield ChannelSplit(
             shard_with(1, wide, channels, call.axis_size),

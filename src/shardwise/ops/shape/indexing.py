@@ -16,7 +16,7 @@ import torch
 
 from shardwise.core.layout import shard_with
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
-from shardwise.core.sizes import Size, equal, equal_shapes, lengths, surely_equal
+from shardwise.core.sizes import Size, equal, equal_shapes, lengths, statically_equal
 from shardwise.dispatch.catalog import functional_twin
 from shardwise.dispatch.rule import (
     Call,
@@ -368,7 +368,7 @@ def select_scatter_choices(call: Call) -> Iterator[Choice]:
 def slice_scatter_choices(call: Call) -> Iterator[Choice]:
     at, size = named_dim(call), call.inputs[0].shape[named_dim(call)]
     count = call.inputs[1].shape[at]
-    if surely_equal(size, count):
+    if statically_equal(size, count):
         yield from _all_overwritten(call)
         return
     yield call.replicated()

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.core.layout import shard_with
 from shardwise.core.placements import NormPartial, Placement, Shard
-from shardwise.core.sizes import lengths, surely_equal
+from shardwise.core.sizes import lengths, statically_equal
 from shardwise.dispatch.rule import (
     Call,
     Choice,
@@ -111,7 +111,7 @@ def slice_grad_choices(call: Call) -> Iterator[Choice]:
     """The gradient of a slice of shards stays on the ranks that own the entries."""
     at = call.argument("dim") % call.outputs[0].ndim
     size, count = call.outputs[0].shape[at], call.inputs[0].shape[at]
-    if surely_equal(size, count):
+    if statically_equal(size, count):
         yield from link_choices(call, unchanged(call), LocalCall(_whole_grad))
         return
     yield from link_choices(call, all_but(call, at))

@@ -16,7 +16,7 @@ import torch
 from shardwise._torch.dispatch import decompositions
 from shardwise.core.layout import shard_with
 from shardwise.core.placements import Partial, Shard
-from shardwise.core.sizes import Size, divides, equal, lengths, smaller, surely_equal
+from shardwise.core.sizes import Size, divides, equal, lengths, smaller, statically_equal
 from shardwise.dispatch.rule import (
     Call,
     Choice,
@@ -310,7 +310,7 @@ def _slice_choices(call: Call) -> Iterator[Choice]:
     """Each rank keeps the slice's entries in its shard, so a slice never communicates."""
     at = call.argument("dim") % call.inputs[0].ndim
     size, count = call.inputs[0].shape[at], call.outputs[0].shape[at]
-    if surely_equal(size, count):
+    if statically_equal(size, count):
         yield from reordered_choices(call, unchanged(call), _WHOLE_VIEW)
         return
     yield from reordered_choices(call, all_but(call, at))
@@ -336,7 +336,7 @@ def all_but(call: Call, dim: int | None) -> list[Link]:
 def _view_choices(call: Call, links: Sequence[Link]) -> Iterator[Choice]:
     """To the same shape, shards keep their strides: torch gives dims of one entry new ones."""
     shape, made = call.inputs[0].shape, call.outputs[0].shape
-    same = len(shape) == len(made) and all(map(surely_equal, shape, made))
+    same = len(shape) == len(made) and all(map(statically_equal, shape, made))
     yield from reordered_choices(call, links, _WHOLE_VIEW if same else None)
 
 
