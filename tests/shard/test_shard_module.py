@@ -539,13 +539,34 @@ def test_a_file_of_a_module_on_some_ranks(world):
         assert torch.equal(pickle.loads(saved)(torch.ones(4)), layer(torch.ones(4)))
 
 
-def test_second_derivatives_are_refused():
-    """The exchange has a first derivative; a penalty on a gradient through it says so."""
-    layer = nn.Linear(3, 4)
-    with shardwise.simulate(2):
-        shard_module(layer, ShardingPlan({"weight": chunks(0, 0, 1)}))
-        x = per_rank(lambda r, g: torch.randn(2, 3, generator=g)).requires_grad_()
+@pytest.mark.parametrize("spec", [chunks(0, 1, 0), chunks(1, 1, 0)])
+def test_penalties_on_the_gradient_of_a_linear_layers_input(spec):
+    def penalized(layer, x):
         loss = layer(x).pow(3).sum()
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-        with pytest.raises(UnsupportedError, match="not differentiated again"):
-            (loss + grad.pow(2).sum()).backward()
+        (loss + grad.pow(2).sum()).backward()
+        return x.grad
+
+    layer = nn.Linear(3, 4, dtype=torch.float64)
+    alone, inputs = copy.deepcopy(layer), [torch.randn(2, 3).double() for _ in range(2)]
+    expected = [penalized(alone, x.requires_grad_()).clone() for x in inputs]
+    with shardwise.simulate(2):
+        shard_module(layer, ShardingPlan({"weight": spec}))
+        own = LocalTensor.per_rank(lambda rank: inputs[rank].detach()).requires_grad_()
+        found = penalized(layer, own)
+        for rank in range(2):
+            torch.testing.assert_close(found.on_rank(rank), expected[rank])
+        weights = layer.weight.grad.resharded(chunks(0, 0, 1)).full_tensor().agreed()
+        torch.testing.assert_close(weights, alone.weight.grad / 2)
+
+
+def test_other_second_derivatives_are_refused():
+    """The exchange has a first derivative; a penalty on a gradient through it says so."""
+    ids = torch.tensor([[0, 2], [1, 1]])
+    for module, inputs in [(nn.Linear(3, 4), torch.randn(2, 3)), (nn.EmbeddingBag(4, 3), ids)]:
+        with shardwise.simulate(2):
+            shard_module(module, ShardingPlan({"weight": chunks(0, 0, 1)}))
+            loss = module(inputs).pow(3).sum()
+            (grad,) = torch.autograd.grad(loss, module.weight, create_graph=True)
+            with pytest.raises(UnsupportedError, match="not differentiated again"):
+                (loss + grad.pow(2).sum()).backward()

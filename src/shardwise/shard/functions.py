@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -17,32 +16,28 @@ from torch.nn import functional as F
 from shardwise.comm import collectives
 from shardwise.comm.agreement import gather_numbers
 from shardwise.comm.watch import because
-from shardwise.core.mesh import Grid
-from shardwise.core.placements import Partial
+from shardwise.core.placements import REPLICATE, Partial
+from shardwise.core.placements import Shard as ShardPlacement
 from shardwise.core.untraced import UntracedFunction, differentiated_once
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.lookup.ids import has_values
 from shardwise.shard import dispatch, table_lookup
-from shardwise.shard.moves import exchanged
-from shardwise.shard.spec import DimSplit, ShardingSpec, Tiling, local_of_shards, natural_spec
+from shardwise.shard.spec import DimSplit, ShardingSpec, natural_spec
 from shardwise.shard.table_lookup import (
     BagBatch,
     LayerCall,
     Lookup,
-    Stage,
     declare,
-    like,
     split_of,
     traced,
 )
 from shardwise.shard.tensor import ShardedTensor, first_sharded, functions, spec_functions
-from shardwise.simulation.ranks import agreed, each_rank, localize, sized
+from shardwise.simulation.ranks import agreed, each_rank, on_plain_ranks
 
-# The weight stays where it is: inputs are gathered on all ranks, each computes with its shard, and
-# results are sent back. Backward runs the same steps in reverse. Each rank has its own loss. Its
-# input gets the gradient of that loss; the weight gets that of the mean of the losses, or of their
-# sum, as the tensor's `grad_reduction` says.
+# The weight stays where it is: inputs travel to the shards, and results travel back. Each rank has
+# its own loss. Its input gets the gradient of that loss; the weight gets that of the mean of the
+# losses, or of their sum, as the tensor's `grad_reduction` says.
 
 
 def linear(
@@ -57,7 +52,7 @@ def linear(
     split = split_of(weight, what)
     if not has_values(weight._local):
         return traced(_LINEAR, weight, {}, input=x, bias=whole)
-    grid, in_features = weight._tiling.grid, weight._tiling.shape[1]
+    in_features = weight._tiling.shape[1]
     trains = x.requires_grad and torch.is_grad_enabled()
 
     def describe(mine: torch.Tensor) -> tuple[Sequence[int], str | None]:
@@ -68,203 +63,58 @@ def linear(
             )
         return [mine.numel() // in_features if in_features else 0, trains], None
 
-    counts, train = zip(*gather_numbers(grid, what, describe, x), strict=True)
+    counts, train = zip(*gather_numbers(weight._tiling.grid, what, describe, x), strict=True)
     if any(train) and not trains:  # backward of other ranks needs this one's
         x = x.detach().requires_grad_()
-    route = ToEveryone(weight._tiling, split, counts)
-    return _Linear.apply(weight, route, x, whole)
+    with because(what, implicit=False):
+        out = _product(x, weight, split, counts)
+    return out if whole is None else out + whole
 
 
-@dataclass(frozen=True, slots=True)
-class ToEveryone:
-    """Every rank gets all inputs.
+def _product(
+    x: torch.Tensor, weight: ShardedTensor, split: DimSplit, num_rows: tuple[int, ...]
+) -> torch.Tensor:
+    """Each rank's rows times the weight; rank i of the group has `num_rows[i]`.
 
-    Ranks compute columns of the result, which are concatenated (`joined`), or terms of a sum.
+    As a DTensor, the weight has its shards in the order of ranks. Where that is not their order in
+    the tensor, the inputs' columns are put in it, or the results' columns are put back.
     """
+    tiling, mesh = weight._tiling, weight._tiling.grid.mesh
+    intervals = [split.intervals[rank] for rank in tiling.grid.ranks]
+    sizes = tuple(length for _, length in intervals)
+    held = None
+    if not tiling.natural:
+        held = torch.cat([torch.arange(start, start + n) for start, n in intervals]).to(x.device)
+    by_rows = [ShardPlacement(0, num_rows)]
 
-    tiling: Tiling
-    split: DimSplit
-    #: The rows of each rank's input.
-    num_rows: tuple[int, ...]
+    def flat(_: Any, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, tiling.shape[1])
+        return rows if held is None or split.dim == 0 else rows[:, held]
 
-    @property
-    def grid(self) -> Grid:
-        return self.tiling.grid
+    def shaped(_: Any, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        rows = rows if held is None or split.dim == 1 else rows[:, held.argsort()]
+        return rows.view(*x.shape[:-1], tiling.shape[0])
 
-    @property
-    def joined(self) -> bool:
-        return self.split.dim == 0
-
-    @property
-    def num_columns(self) -> int:
-        return self.tiling.shape[0]
-
-    def send(self, x: torch.Tensor) -> torch.Tensor:
-        return all_gather_uneven(localize(self.grid, x), self.num_rows, self.grid)
-
-    def send_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        return reduce_scatter_uneven(localize(self.grid, grad), self.num_rows, self.grid)
-
-    def _columns(self, rank: int) -> int:
-        """How many columns of the result a rank computes."""
-        return self.split.intervals[rank][1] if self.joined else self.num_columns
-
-    def reply(self, results: torch.Tensor) -> torch.Tensor:
-        if not self.joined:
-            return reduce_scatter_uneven(results, self.num_rows, self.grid)
-        grid = self.grid
-        ranks = grid.ranks
-        counts = [[n * self._columns(sender) for n in self.num_rows] for sender in ranks]
-        arrived = exchanged(each_rank(grid, lambda _, r: r.reshape(-1), results), counts, grid)
-
-        def join(place: Any, flat: torch.Tensor) -> torch.Tensor:
-            mine = self.num_rows[place[0]]
-            parts = flat.split([mine * self._columns(sender) for sender in ranks])
-            out = flat.new_empty(mine, self.num_columns)
-            for sender, part in zip(ranks, parts, strict=True):
-                start, length = self.split.intervals[sender]
-                out[:, start : start + length] = part.view(mine, length)
-            return out
-
-        return each_rank(grid, join, arrived)
-
-    def reply_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        if not self.joined:
-            return all_gather_uneven(localize(self.grid, grad), self.num_rows, self.grid)
-        grid = self.grid
-        ranks, total = grid.ranks, sum(self.num_rows)
-        counts = [[n * self._columns(owner) for owner in ranks] for n in self.num_rows]
-
-        def part(_: Any, mine: torch.Tensor) -> torch.Tensor:
-            columns = []
-            for owner in ranks:
-                start, length = self.split.intervals[owner]
-                columns.append(mine[:, start : start + length].reshape(-1))
-            return torch.cat(columns)
-
-        arrived = exchanged(each_rank(grid, part, grad), counts, grid)
-
-        def stack(place: Any, flat: torch.Tensor) -> torch.Tensor:
-            return flat.view(total, self._columns(ranks[place[0]]))
-
-        return each_rank(grid, stack, arrived)
-
-
-class _Linear(UntracedFunction):
-    """`apply(weight, route, x, bias)`: inputs travel to the shards, results travel back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        weight: ShardedTensor,
-        route: ToEveryone,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        grid, needs = route.grid, ctx.needs_input_grad
-        in_features = weight._tiling.shape[1]
-        ctx.weight, ctx.route, ctx.x, ctx.bias = weight, route, x.detach(), bias
-        ctx.on_holder = Stage((needs[0], needs[2]))
-        ctx.at_home = Stage((any(needs), *([] if bias is None else [needs[3]])))
-
-        def compute(place: Any, held: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-            rank = grid.ranks[place[0]]
-            start, length = route.split.intervals[rank]
-
-            def local(shard: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor]:
-                mine = rows if route.joined else rows[:, start : start + length]
-                return (F.linear(mine, shard),)
-
-            return ctx.on_holder.run(rank, local, [weight._tiling.shard(rank, held), rows])[0]
-
-        def finish(place: Any, rows: torch.Tensor, x: torch.Tensor, *bias: Any) -> torch.Tensor:
-            def local(rows: torch.Tensor, *bias: torch.Tensor) -> tuple[torch.Tensor]:
-                rows = rows + bias[0] if bias else rows
-                return (rows.view(*x.shape[:-1], rows.shape[-1]),)
-
-            return ctx.at_home.run(grid.ranks[place[0]], local, [rows, *bias])[0]
-
-        with because("F.linear", implicit=False):
-            flat = each_rank(grid, lambda _, mine: mine.reshape(-1, in_features), ctx.x)
-            results = each_rank(grid, compute, weight._local, route.send(flat))
-            rows = route.reply(results)
-        return sized(each_rank(grid, finish, rows, ctx.x, *([] if bias is None else [bias])))
-
-    @staticmethod
-    @differentiated_once("a sharded module")
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        route, weight, needs = ctx.route, ctx.weight, ctx.needs_input_grad
-        grid = route.grid
-        rows, *of_bias = ctx.at_home.backward(grid, grad)
-        with because("F.linear", implicit=False):
-            shard, flat = ctx.on_holder.backward(grid, route.reply_grad(localize(grid, rows)))
-            of_weight = of_x = None
-            if needs[0]:
-                if weight.grad_reduction == "mean":
-                    shard = each_rank(grid, lambda _, g: g / len(grid.ranks), shard)
-                held = local_of_shards(weight._tiling, shard)
-                of_weight = ShardedTensor.over(held, weight._tiling, like=weight)
-            if needs[2]:
-                flat = route.send_grad(flat)
-                of_x = each_rank(grid, lambda _, g, x: g.reshape(x.shape), flat, ctx.x)
-        return (
-            of_weight,
-            None,
-            like(of_x, ctx.x),
-            like(of_bias[0] if needs[3] else None, ctx.bias),
-        )
-
-
-def all_gather_uneven(x: torch.Tensor, counts: tuple[int, ...], grid: Grid) -> torch.Tensor:
-    """The ranks' rows, concatenated; rank i of the group has `counts[i]` of them.
-
-    They are padded to the largest count while they are sent.
-    """
-    longest = max(counts)
-    if longest == 0:
-        return x
-    if min(counts) == longest:
-        return collectives.all_gather(x, grid, 0)
-    padded = each_rank(grid, lambda _, mine: _padded(mine, longest), x)
-    gathered = collectives.all_gather(padded, grid, 0)
-
-    def compact(_: Any, rows: torch.Tensor) -> torch.Tensor:
-        parts = rows.split(longest)
-        return torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)])
-
-    return each_rank(grid, compact, gathered, axes=())
-
-
-def reduce_scatter_uneven(x: torch.Tensor, counts: tuple[int, ...], grid: Grid) -> torch.Tensor:
-    """The sum of the ranks' rows, of which rank i of the group gets `counts[i]`."""
-    longest = max(counts)
-    if longest == 0:
-        return x
-    if min(counts) == longest:
-        return collectives.reduce_scatter(x, "sum", grid, 0)
-
-    def spread(_: Any, rows: torch.Tensor) -> torch.Tensor:
-        return torch.cat([_padded(part, longest) for part in rows.split(list(counts))])
-
-    reduced = collectives.reduce_scatter(each_rank(grid, spread, x), "sum", grid, 0)
-    return each_rank(grid, lambda place, rows: rows[: counts[place[0]]], reduced)
-
-
-def _padded(x: torch.Tensor, length: int) -> torch.Tensor:
-    if x.shape[0] == length:
-        return x.contiguous()
-    out = x.new_zeros((length, *x.shape[1:]))
-    out[: x.shape[0]] = x
-    return out
+    shard = divided_gradient(weight.local_tensor(), weight)
+    shards = DTensor.from_local(shard, mesh, [ShardPlacement(split.dim, sizes)])
+    rows = DTensor.from_local(on_plain_ranks(tiling.grid, flat, x), mesh, by_rows)
+    everyones = rows.redistribute(placements=[REPLICATE])
+    results = F.linear(everyones, shards).redistribute(placements=by_rows).to_local()
+    return on_plain_ranks(tiling.grid, shaped, results, x.detach())
 
 
 def gather_whole(x: ShardedTensor) -> torch.Tensor:
     """The whole tensor, for each rank's local loss."""
     ordered = x if x._tiling.natural else x.resharded(natural_spec(x._tiling))
     whole = ordered.full_tensor(grad_placements=[Partial("sum")])
-    if x.grad_reduction == "sum" or not whole.requires_grad:
-        return whole
-    return DivideGradient.apply(whole, len(x._tiling.grid.ranks))
+    return divided_gradient(whole, x)
+
+
+def divided_gradient(x: torch.Tensor, of: ShardedTensor) -> torch.Tensor:
+    """`x`, computed from `of`, whose gradient becomes that of the mean of the ranks' losses."""
+    if of.grad_reduction == "sum" or not x.requires_grad:
+        return x
+    return DivideGradient.apply(x, len(of._tiling.grid.ranks))
 
 
 class DivideGradient(UntracedFunction):
