@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +22,6 @@ from shardwise.shard.spec import (
     Shard,
     ShardingSpec,
     ShardMetadata,
-    Tiling,
     by_boxes,
     check_ranks,
     device_type_of,
@@ -118,54 +118,37 @@ def place_tensor(
 ) -> ShardedTensor:
     """The sharded tensor; all ranks have checked the arguments."""
     if is_outside(process_group):
-        tiling = outside_tiling(spec, tuple(tensor.shape))
-        made = ShardedTensor.over(no_values(tiling.grid, tensor.dtype), tiling)
-        made.grad_reduction = grad_reduction
-        return made.requires_grad_(tensor.requires_grad)
-    if type(spec).shard is not ShardingSpec.shard:
-        return _by_own_code(tensor, spec, src_rank, process_group, grad_reduction)
-    return _by_boxes(tensor, spec, src_rank, process_group, grad_reduction)
+        made = _empty_like(tensor, spec, process_group)
+    else:
+        made = spec.shard(tensor, src_rank=src_rank, process_group=process_group)
+        if not isinstance(made, ShardedTensor) or made.shape != tensor.shape:
+            raise LayoutError(
+                f"{type(spec).__name__}.shard() returns the tensor of shape {tuple(tensor.shape)} "
+                f"as a ShardedTensor, found {type(made).__name__} "
+                f"{tuple(getattr(made, 'shape', ()))}."
+            )
+    made.grad_reduction = grad_reduction
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def _by_boxes(
-    tensor: torch.Tensor,
-    spec: ShardingSpec,
-    src_rank: int | None,
-    process_group: Any,
-    grad_reduction: str = "mean",
+    tensor: torch.Tensor, spec: ShardingSpec, src_rank: int | None, process_group: Any
 ) -> ShardedTensor:
+    """What `ShardingSpec.shard` does."""
+    if tensor.is_meta:
+        return _empty_like(tensor, spec, process_group)
     shape = tuple(tensor.shape)
     grid = home_grid(process_group, device_type_of(spec, shape))
     tiling = make_tiling(spec, shape, grid)
-    if tensor.is_meta:
-        local = each_rank(grid, lambda place: _new(tiling, place, torch.empty, (), tensor.dtype))
-    else:
-        whole = localize(grid, tensor.detach().to(grid.device_type))
-        if src_rank is not None:
-            with because("shard_tensor", implicit=False):
-                whole = collectives.broadcast(whole, src_rank, grid, 0)
-        local = shard_whole(whole, tiling)
-    made = ShardedTensor.over(local, tiling)
-    made.grad_reduction = grad_reduction
-    made.requires_grad_(tensor.requires_grad)
-    return made
+    whole = localize(grid, tensor.detach().to(grid.device_type))
+    if src_rank is not None:
+        with because("shard_tensor", implicit=False):
+            whole = collectives.broadcast(whole, src_rank, grid, 0)
+    made = ShardedTensor.over(shard_whole(whole, tiling), tiling)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 by_boxes.append(_by_boxes)
-
-
-def _by_own_code(
-    tensor: torch.Tensor, spec: Any, src_rank: Any, process_group: Any, grad_reduction: str
-) -> ShardedTensor:
-    """The sharded tensor that a spec with a `shard` of its own makes."""
-    made = spec.shard(tensor, src_rank=src_rank, process_group=process_group)
-    if not isinstance(made, ShardedTensor) or made.shape != tensor.shape:
-        raise LayoutError(
-            f"{type(spec).__name__}.shard() returns the tensor of shape {tuple(tensor.shape)} as a "
-            f"ShardedTensor, found {type(made).__name__} {tuple(getattr(made, 'shape', ()))}."
-        )
-    made.grad_reduction = grad_reduction
-    return made.requires_grad_(tensor.requires_grad)
 
 
 # -- from local shards -------------------------------------------------------------------------
@@ -281,7 +264,7 @@ def empty(
     here they have one value each.
     """
     check_torch_options("empty", layout, pin_memory, memory_format, init_rrefs)
-    return _create(torch.empty, sharding_spec, size, (), dtype, requires_grad, process_group)
+    return _create(torch.empty, sharding_spec, size, dtype, requires_grad, process_group)
 
 
 def zeros(
@@ -297,7 +280,7 @@ def zeros(
 ) -> ShardedTensor:
     """A sharded tensor of zeros; options as for `empty`."""
     check_torch_options("zeros", layout, pin_memory, memory_format, init_rrefs)
-    return _create(torch.zeros, sharding_spec, size, (), dtype, requires_grad, process_group)
+    return _create(torch.zeros, sharding_spec, size, dtype, requires_grad, process_group)
 
 
 def ones(
@@ -313,7 +296,7 @@ def ones(
 ) -> ShardedTensor:
     """A sharded tensor of ones; options as for `empty`."""
     check_torch_options("ones", layout, pin_memory, memory_format, init_rrefs)
-    return _create(torch.ones, sharding_spec, size, (), dtype, requires_grad, process_group)
+    return _create(torch.ones, sharding_spec, size, dtype, requires_grad, process_group)
 
 
 def full(
@@ -331,9 +314,8 @@ def full(
 ) -> ShardedTensor:
     """A sharded tensor filled with one number; options as for `empty`."""
     check_torch_options("full", layout, pin_memory, memory_format, init_rrefs)
-    return _create(
-        torch.full, sharding_spec, (size,), (fill_value,), dtype, requires_grad, process_group
-    )
+    make = functools.partial(torch.full, fill_value=fill_value)
+    return _create(make, sharding_spec, (size,), dtype, requires_grad, process_group)
 
 
 def rand(
@@ -349,7 +331,8 @@ def rand(
 ) -> ShardedTensor:
     """Uniform random numbers, those that one device would draw; options as for `empty`."""
     check_torch_options("rand", layout, pin_memory, memory_format, init_rrefs)
-    return _filled("uniform_", sharding_spec, size, dtype, requires_grad, process_group)
+    made = _create(torch.empty, sharding_spec, size, dtype, False, process_group)
+    return made.uniform_().requires_grad_(requires_grad)
 
 
 def randn(
@@ -365,7 +348,8 @@ def randn(
 ) -> ShardedTensor:
     """Normal random numbers, those that one device would draw; options as for `empty`."""
     check_torch_options("randn", layout, pin_memory, memory_format, init_rrefs)
-    return _filled("normal_", sharding_spec, size, dtype, requires_grad, process_group)
+    made = _create(torch.empty, sharding_spec, size, dtype, False, process_group)
+    return made.normal_().requires_grad_(requires_grad)
 
 
 def check_torch_options(
@@ -389,49 +373,33 @@ def check_torch_options(
         )
 
 
-def _new(
-    tiling: Tiling, place: Any, make: Callable[..., Any], values: Any, dtype: torch.dtype
-) -> torch.Tensor:
-    rank = tiling.grid.ranks[place[0]]
-    shape = tiling.empty_local(rank, dtype, torch.device("meta")).shape
-    return make(shape, *values, dtype=dtype, device=tiling.device(rank))
+def _empty_like(tensor: torch.Tensor, spec: ShardingSpec, process_group: Any) -> ShardedTensor:
+    size, grad = (tensor.shape,), tensor.requires_grad
+    return _create(torch.empty, spec, size, tensor.dtype, grad, process_group)
 
 
 def _create(
     make: Callable[..., torch.Tensor],
     spec: ShardingSpec,
     size: tuple[Any, ...],
-    values: tuple[Any, ...],
     dtype: torch.dtype | None,
     requires_grad: bool,
     process_group: Any,
 ) -> ShardedTensor:
+    """A sharded tensor of what `make(shape)` makes."""
     if not isinstance(spec, ShardingSpec):
         raise ArgumentError(f"The first argument is a sharding spec, found {spec!r}.")
-    if dtype is None:
-        dtype = torch.full((), *values).dtype if values else torch.get_default_dtype()
+    options: dict[str, Any] = {"dtype": make((), dtype=dtype).dtype}
     shape = shape_of(size)
-    local: torch.Tensor
+
+    def here(place: Any) -> torch.Tensor:
+        rank = tiling.grid.ranks[place[0]]
+        return make(tiling.local_shape(rank), device=tiling.device(rank), **options)
+
     if is_outside(process_group):
         tiling = outside_tiling(spec, shape)
-        local = no_values(tiling.grid, dtype)
+        local = no_values(tiling.grid, **options)
     else:
         tiling = make_tiling(spec, shape, home_grid(process_group, device_type_of(spec, shape)))
-        local = each_rank(tiling.grid, lambda place: _new(tiling, place, make, values, dtype))
-    made = ShardedTensor.over(local, tiling)
-    made.requires_grad_(requires_grad)
-    return made
-
-
-def _filled(
-    fill: str,
-    spec: ShardingSpec,
-    size: tuple[Any, ...],
-    dtype: torch.dtype | None,
-    requires_grad: bool,
-    process_group: Any,
-) -> ShardedTensor:
-    made = _create(torch.empty, spec, size, (), dtype, False, process_group)
-    getattr(made, fill)()
-    made.requires_grad_(requires_grad)
-    return made
+        local = each_rank(tiling.grid, here)
+    return ShardedTensor.over(local, tiling).requires_grad_(requires_grad)

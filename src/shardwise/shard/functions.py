@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from shardwise.comm import collectives
 from shardwise.comm.agreement import gather_numbers
 from shardwise.comm.watch import because
+from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE, Partial
 from shardwise.core.placements import Shard as ShardPlacement
 from shardwise.core.untraced import UntracedFunction, differentiated_once
@@ -23,7 +24,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.lookup.ids import has_values
 from shardwise.shard import dispatch, table_lookup
-from shardwise.shard.spec import DimSplit, ShardingSpec, natural_spec
+from shardwise.shard.spec import DimSplit, ShardingSpec
 from shardwise.shard.table_lookup import (
     BagBatch,
     LayerCall,
@@ -95,7 +96,7 @@ def _product(
         rows = rows if held is None or split.dim == 1 else rows[:, held.argsort()]
         return rows.view(*x.shape[:-1], tiling.shape[0])
 
-    shard = divided_gradient(weight.local_tensor(), weight)
+    shard = in_own_loss(weight.local_tensor(), tiling.grid, weight.grad_reduction)
     shards = DTensor.from_local(shard, mesh, [ShardPlacement(split.dim, sizes)])
     rows = DTensor.from_local(on_plain_ranks(tiling.grid, flat, x), mesh, by_rows)
     everyones = rows.redistribute(placements=[REPLICATE])
@@ -104,31 +105,30 @@ def _product(
 
 
 def gather_whole(x: ShardedTensor) -> torch.Tensor:
-    """The whole tensor, for each rank's local loss."""
-    ordered = x if x._tiling.natural else x.resharded(natural_spec(x._tiling))
-    whole = ordered.full_tensor(grad_placements=[Partial("sum")])
-    return divided_gradient(whole, x)
+    """The whole tensor, for each rank's own loss."""
+    whole = x.full_tensor(grad_placements=[Partial("sum")])
+    return in_own_loss(whole, x._tiling.grid, x.grad_reduction)
 
 
-def divided_gradient(x: torch.Tensor, of: ShardedTensor) -> torch.Tensor:
-    """`x`, computed from `of`, whose gradient becomes that of the mean of the ranks' losses."""
-    if of.grad_reduction == "sum" or not x.requires_grad:
+def in_own_loss(x: torch.Tensor, grid: Grid, grad_reduction: str) -> torch.Tensor:
+    """`x`, from which each rank computes its own loss; "mean" divides the gradient."""
+    if grad_reduction == "sum" or not x.requires_grad:
         return x
-    return DivideGradient.apply(x, len(of._tiling.grid.ranks))
+    return ScaleGradient.apply(x, 1, len(grid.ranks))
 
 
-class DivideGradient(UntracedFunction):
-    """The identity; the gradient is divided by a number."""
+class ScaleGradient(UntracedFunction):
+    """The identity; the gradient is multiplied by `times` and divided by `over`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, divisor: int) -> torch.Tensor:
-        ctx.divisor = divisor
+    def forward(ctx: Any, x: torch.Tensor, times: int, over: int) -> torch.Tensor:
+        ctx.times, ctx.over = times, over
         return x.view_as(x)
 
     @staticmethod
     @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad / ctx.divisor, None
+        return grad * ctx.times / ctx.over, None, None
 
 
 def _outputs_of(

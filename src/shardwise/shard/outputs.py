@@ -42,32 +42,23 @@ from shardwise.shard.dispatch import (
     one_size,
     over,
 )
-from shardwise.shard.functions import DivideGradient
-from shardwise.shard.moves import sharded_like, with_spec
+from shardwise.shard.functions import ScaleGradient, in_own_loss
+from shardwise.shard.moves import with_spec
 from shardwise.shard.spec import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
-    RankDevice,
     ShardingSpec,
-    ShardMetadata,
-    Tiling,
     decode_spec,
     device_type_of,
     encode_spec,
     home_grid,
-    local_of_shards,
     make_tiling,
-    shards_of,
 )
 from shardwise.shard.table_lookup import INSTEAD, WHAT
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.simulation.ranks import (
-    each_rank,
-    is_per_rank,
-    localize,
     one_tensor,
     part_per_rank,
-    plain_if_equal,
     sized,
 )
 
@@ -110,14 +101,7 @@ def place_output(x: Any, plan: OutputPlan) -> torch.Tensor:
     if not plan.local:
         return x
     shard = with_spec(x, ShardedTensor).local_tensor()
-    return in_local_loss(shard, len(x._layout.grid.ranks), plan)
-
-
-def in_local_loss(shard: torch.Tensor, num_ranks: int, plan: OutputPlan) -> torch.Tensor:
-    """A shard of a joint tensor, for each rank's own loss."""
-    if plan.grad_reduction == "mean" and shard.requires_grad:
-        return DivideGradient.apply(shard, num_ranks)
-    return shard
+    return in_own_loss(shard, x._layout.grid, plan.grad_reduction)
 
 
 def joined(x: torch.Tensor, grid: Grid, grad_reduction: str) -> ShardedTensor:
@@ -132,40 +116,12 @@ def joined(x: torch.Tensor, grid: Grid, grad_reduction: str) -> ShardedTensor:
     shapes = [tuple(sizes[:ndim]) for ndim, *sizes in gather_numbers(grid, what, describe, x)]
     if len({shape[1:] for shape in shapes}) > 1:
         raise LayoutError(f"{what}: outputs differ in more than their first dim: {shapes}.")
-    return Join.apply(x, joint_tiling(shapes, grid), grad_reduction)
-
-
-def joint_tiling(shapes: Sequence[Sequence[int]], grid: Grid) -> Tiling:
-    """The tiling of the concatenation of tensors of these shapes, one per rank."""
-    device, at, boxes = torch.device(grid.device_type), 0, []
-    for rank, shape in zip(grid.ranks, shapes, strict=True):
-        boxes.append(ShardMetadata([at] + [0] * (len(shape) - 1), shape, RankDevice(rank, device)))
-        at += shape[0]
-    return make_tiling(EnumerableShardingSpec(boxes), (at, *shapes[0][1:]), grid)
-
-
-class Join(UntracedFunction):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tiling: Tiling, grad_reduction: str) -> ShardedTensor:
-        ctx.tiling, ctx.plain = tiling, not is_per_rank(x)
-        ctx.factor = len(tiling.grid.ranks) if grad_reduction == "mean" else 1
-        made = ShardedTensor.over(
-            local_of_shards(tiling, localize(tiling.grid, x.detach())), tiling
-        )
-        made.grad_reduction = grad_reduction
-        return made
-
-    @staticmethod
-    @differentiated_once("a sharded module")
-    def backward(ctx: Any, grad: Any) -> Any:
-        own = local_gradient(grad, ctx.tiling, ctx.factor)
-        return plain_if_equal(own) if ctx.plain else sized(own), None, None
-
-
-def local_gradient(grad: Any, tiling: Tiling, factor: int) -> torch.Tensor:
-    """Each rank's shard of a joint tensor's gradient, for its own output."""
-    local = sharded_like(grad, tiling, ShardedTensor)._local
-    return each_rank(tiling.grid, lambda _, mine: mine * factor, shards_of(tiling, local))
+    if grad_reduction == "mean":  # the gradient of a rank's own loss is that of the mean, times n
+        x = ScaleGradient.apply(x, len(shapes), 1)
+    rows = ShardPlacement(0, tuple(shape[0] for shape in shapes))
+    made = with_spec(DTensor.from_local(x, grid.mesh, [rows]), ShardedTensor)
+    made.grad_reduction = grad_reduction
+    return made
 
 
 # -- in compiled code ------------------------------------------------------------------------
@@ -252,7 +208,7 @@ def _of_symbolic_size(x: Any, plan: OutputPlan) -> torch.Tensor:
         )
     (placement,) = x.placements
     ordered = x if placement.is_shard() else x.redistribute(placements=[ShardPlacement(0)])
-    return in_local_loss(ordered.to_local(), len(x._layout.grid.ranks), plan)
+    return in_own_loss(ordered.to_local(), x._layout.grid, plan.grad_reduction)
 
 
 def _check_one_size(known: Output, own: Sequence[Sequence[Size]]) -> None:

@@ -449,8 +449,8 @@ class Tiling:
             dim, shape = self.split.dim, self.shape
             sizes = tuple(self.split.intervals[rank][1] for rank in ranks)
         else:
-            dim, shape = 0, (sum(box.numel for box in self.boxes),)
-            sizes = tuple(sum(box.numel for box in self.on_rank(rank)) for rank in ranks)
+            sizes = tuple(self.local_shape(rank)[0] for rank in ranks)
+            dim, shape = 0, (sum(sizes),)
         placement = shard_with(dim, sizes, shape[dim], len(sizes))
         return make_layout(self.grid, (placement,), shape, contiguous_stride(shape), dtype)
 
@@ -470,6 +470,12 @@ class Tiling:
         shape = list(self.shape)
         shape[self.split.dim] = self.split.intervals[rank][1]
         return tuple(shape)
+
+    def local_shape(self, rank: int) -> Shape:
+        """The shape of a rank's local tensor."""
+        if self.natural:
+            return self.shard_shape(rank)
+        return (sum(box.numel for box in self.on_rank(rank)),)
 
     def shard(self, rank: int, local: torch.Tensor) -> torch.Tensor:
         """A rank's shard, as a view of its local tensor."""
@@ -492,10 +498,7 @@ class Tiling:
 
     def empty_local(self, rank: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Uninitialised memory for a rank's local tensor."""
-        if self.natural:
-            return torch.empty(self.shard_shape(rank), dtype=dtype, device=device)
-        size = sum(box.numel for box in self.on_rank(rank))
-        return torch.empty(size, dtype=dtype, device=device)
+        return torch.empty(self.local_shape(rank), dtype=dtype, device=device)
 
     def sliced(self, rank: int, whole: torch.Tensor) -> torch.Tensor:
         """A rank's local tensor, copied out of the whole tensor."""
