@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from programs import mine
 from shard_cases import chunks, stretches, tiles
 from shard_models import BrokenOnRank, Collection, HalfAndHalf, Nested, Towers
@@ -295,14 +296,29 @@ class Halves(ShardingSpec):
     def __hash__(self):
         return hash(type(self))
 
-    def __repr__(self):
-        return "Halves()"
-
 
 def a_spec_of_ones_own():
+    """It has the repr of any object, an address that differs between ranks."""
     whole = torch.arange(10.0).view(5, 2)
     st = shard_tensor(whole, Halves())
-    return {"shards": st._local, "whole": st.full_tensor(), "made": ones(Halves(), 3, 2)._local}
+    layer = shard_module(nn.Linear(2, 5), ShardingPlan({"weight": Halves()}))
+    return {
+        "shards": st._local,
+        "whole": st.full_tensor(),
+        "made": ones(Halves(), 3, 2)._local,
+        "weight": layer.weight.detach()._local,
+    }
+
+
+def in_checkpoints_of_torch(folder):
+    """Every spec saved, and loaded into every other."""
+    whole = torch.arange(66.0).view(11, 6)
+    for number, spec in enumerate(SPECS):
+        dcp.save({"w": shard_tensor(whole, spec)}, checkpoint_id=f"{folder}/{number}")
+        for target in SPECS:
+            st = zeros(target, 11, 6)
+            dcp.load({"w": st}, checkpoint_id=f"{folder}/{number}")
+            assert torch.equal(st, shard_tensor(whole, target)), f"{spec} to {target}"
 
 
 def _present(rank):

@@ -86,6 +86,10 @@ def test_a_spec_of_ones_own(processes):
     both(processes, programs.a_spec_of_ones_own)
 
 
+def test_checkpoints_of_torch_hold_any_spec(processes, tmp_path):
+    processes(programs.in_checkpoints_of_torch, str(tmp_path))
+
+
 def test_a_group_of_some_ranks(processes):
     processes(programs.on_a_group)
 

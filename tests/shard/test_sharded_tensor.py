@@ -5,6 +5,7 @@ import dataclasses
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from shard_cases import TABLE_SPECS, chunks, tiles
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise
-from shardwise import DTensor, LocalTensor, Replicate
+from shardwise import DTensor, LocalTensor, Replicate, distribute_tensor
 from shardwise.debug import CommDebugMode
 from shardwise.errors import ArgumentError, LayoutError, LeafError, UnsupportedError, WorldError
 from shardwise.shard import (
@@ -321,6 +322,67 @@ def test_copy_from_anything_of_the_same_shape(world, spec):
         assert torch.equal(whole(st), values())
 
 
+def test_values_for_python_and_numpy(world, spec):
+    st = shard_tensor(values(), spec)
+    assert st.tolist() == values().tolist()
+    for found in (st.numpy(), np.asarray(st), st.double().numpy(force=True)):
+        assert found.tolist() == values().tolist()
+
+
+def test_data_brings_its_spec(world, spec):
+    for given in (shard_tensor(values() + 1, spec), _dtensor(values() + 1)):
+        st = nn.Parameter(zeros(chunks(0, 2, 0, 3), SHAPE))
+        st.data = given
+        assert torch.equal(whole(st), values() + 1)
+        (st * 2).backward(ones(st.sharding_spec(), SHAPE))
+        assert st.grad.sharding_spec() == st.sharding_spec()
+        boxes = {shard.metadata: shard.tensor for shard in st.local_shards()}
+        assert set(boxes) == set(st.sharding_spec().boxes(SHAPE))
+        assert all(torch.equal(t, (values() + 1)[b.box.slices]) for b, t in boxes.items())
+
+
+def _dtensor(x):
+    return distribute_tensor(x, shardwise.init_device_mesh("cpu", (4,)), [shardwise.Shard(1)])
+
+
+def test_views_in_place_are_refused(world, spec):
+    st = shard_tensor(values(), spec)
+    for turn in (torch.Tensor.t_, lambda x: x.transpose_(0, 1), lambda x: x.unsqueeze_(0)):
+        with pytest.raises(UnsupportedError, match="without the underscore"):
+            turn(st)
+    assert st.detach_() is st
+    assert torch.equal(whole(st), values())
+
+
+@pytest.mark.parametrize("options", [{"dim": 0}, {"dim": (0, 1)}, {"keepdim": True}])
+def test_norms_of_dims_are_those_of_one_device_or_refused(world, spec, options):
+    st, norm = shard_tensor(values(), spec), torch.linalg.vector_norm
+    torch.testing.assert_close(whole(norm(st)), norm(values()))
+    if st._tiling.natural:
+        torch.testing.assert_close(whole(norm(st, **options)), norm(values(), **options))
+    else:
+        with pytest.raises(UnsupportedError, match="reductions of all values"):
+            norm(st, **options)
+
+
+LOSSES = {
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "largest": torch.max,
+    "norm": torch.linalg.vector_norm,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_gradients_have_the_leafs_spec(world, spec, loss):
+    st, x = shard_tensor(values().requires_grad_(), spec), values().requires_grad_()
+    st.register_hook(lambda grad: grad * 2)
+    loss(st).backward()
+    loss(x).backward()
+    assert st.grad.sharding_spec() == spec
+    torch.testing.assert_close(whole(st.grad), x.grad * 2)
+
+
 # -- making --------------------------------------------------------------------------------------
 
 
@@ -449,6 +511,14 @@ def test_copies(world, spec):
         copied.detach().zero_()
         assert torch.equal(whole(st), values())
     assert torch.equal(whole(copy.deepcopy(st).grad), values() * 2)
+
+
+def test_deep_copies_share_memory_as_their_originals_do(world, spec):
+    st = shard_tensor(values(), spec)
+    copied, alias = copy.deepcopy([st, st.detach()])
+    copied.zero_()
+    assert not whole(alias).any()
+    assert torch.equal(whole(st), values())
 
 
 def test_loading_on_another_group(world):

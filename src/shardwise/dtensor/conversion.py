@@ -466,36 +466,34 @@ def local_chunks(local: torch.Tensor, layout: Layout) -> list[Chunk]:
     return list(chunks.items())
 
 
-def write_items(name: str, local: torch.Tensor, layout: Layout) -> list[Any]:
+def write_items(name: str, x: torch.Tensor, chunks: Sequence[Chunk]) -> list[Any]:
     """The write items of a tensor for torch.distributed.checkpoint."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    properties = TensorProperties(dtype=layout.dtype)
-    size = torch.Size(layout.shape)
+    properties = TensorProperties(dtype=x.dtype)
     return [
         WriteItem(
             index=MetadataIndex(name, chunk.offsets),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=x.shape),
         )
-        for chunk in chunk_list(local, layout)
+        for chunk in chunk_list(chunks)
     ]
 
 
-def chunk_list(local: torch.Tensor, layout: Layout) -> list[Any]:
+def chunk_list(chunks: Sequence[Chunk]) -> list[Any]:
     """The metadata of the local chunks for torch.distributed.checkpoint."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [
         ChunkStorageMetadata(offsets=torch.Size(offset), sizes=part.shape)
-        for offset, part in local_chunks(local, layout)
+        for offset, part in chunks
     ]
 
 
-def chunk_memory(local: torch.Tensor, layout: Layout, index: Any) -> torch.Tensor:
+def chunk_memory(chunks: Sequence[Chunk], index: Any) -> torch.Tensor:
     """The memory of the chunk that `index` names."""
-    chunks = local_chunks(local, layout)
     if index.offset is None and len(chunks) == 1:
         return chunks[0][1]
     for offset, part in chunks:

@@ -389,7 +389,7 @@ class DTensor(Wrapped):
         return as_numpy(self, force)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        found = as_numpy(self, force=False)
+        found = self.numpy()
         return found if dtype is None else found.astype(dtype, copy=False)
 
     def apply_(self, callable: Any) -> NoReturn:  # torch would end the process
@@ -615,13 +615,16 @@ class DTensor(Wrapped):
     # -- torch.distributed.checkpoint --------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return conversion.write_items(fqn, snapshots.current(self).detach(), self._layout)
+        return conversion.write_items(fqn, self, self._chunks())
 
     def __create_chunk_list__(self) -> list[Any]:
-        return conversion.chunk_list(self._local.detach(), self._layout)
+        return conversion.chunk_list(self._chunks())
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return conversion.chunk_memory(self._local.detach(), self._layout, index)
+        return conversion.chunk_memory(self._chunks(), index)
+
+    def _chunks(self) -> list[conversion.Chunk]:
+        return conversion.local_chunks(snapshots.current(self).detach(), self._layout)
 
     # -- copies ------------------------------------------------------------------------------
 
@@ -632,13 +635,15 @@ class DTensor(Wrapped):
             raise LeafError(
                 "Only leaf tensors can be deep-copied (as with torch.Tensor): detach() it first."
             )
-        copied = snapshots.deep_copied(self, memo)
+        copied = self._deep_copied(memo)
         copied.__dict__.update(copy.deepcopy(_lasting(self.__dict__), memo))
         copied.requires_grad_(self.requires_grad)
         if self.grad is not None:
             copied.grad = copy.deepcopy(self.grad, memo)
         memo[id(self)] = copied
         return copied
+
+    _deep_copied = snapshots.deep_copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = packed(snapshots.current(self).detach(), self._layout)

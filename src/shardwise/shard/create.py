@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from shardwise.core.mesh import Grid
 from shardwise.dtensor.create import shape_of
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, LeafError
+from shardwise.shard.plan import Sharder
 from shardwise.shard.spec import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -74,7 +75,27 @@ def shard_tensor(
 def describe_tensor(name: str, tensor: Any, spec: Any) -> str:
     """One line that is equal on all ranks exactly when they do the same."""
     shape = tuple(getattr(tensor, "shape", ()))
-    return f"{name}: {shape} {getattr(tensor, 'dtype', type(tensor))} by {spec}"
+    return f"{name}: {shape} {getattr(tensor, 'dtype', type(tensor))} by {comparable(spec)}"
+
+
+def comparable(value: Any) -> str:
+    """A value as text, as far as ranks can compare it; an object by its class and attributes."""
+    kind = type(value)
+    if value is None or isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(comparable, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{k}: {comparable(v)}' for k, v in value.items())}}}"
+    if not isinstance(value, (ShardingSpec, Sharder)):
+        return kind.__qualname__
+    attributes = ", ".join(
+        f"{n}={comparable(v)}" for n, v in getattr(value, "__dict__", {}).items()
+    )
+    return f"{kind.__module__}.{kind.__qualname__}({attributes})"
+
+
+_PLAIN = (str, int, float, bool, torch.dtype, ChunkShardingSpec, EnumerableShardingSpec)
 
 
 def check_grad_reduction(asked: str) -> None:
@@ -332,7 +353,8 @@ def rand(
     """Uniform random numbers, those that one device would draw; options as for `empty`."""
     check_torch_options("rand", layout, pin_memory, memory_format, init_rrefs)
     made = _create(torch.empty, sharding_spec, size, dtype, False, process_group)
-    return made.uniform_().requires_grad_(requires_grad)
+    made.uniform_()
+    return made.requires_grad_(requires_grad)
 
 
 def randn(
@@ -349,7 +371,8 @@ def randn(
     """Normal random numbers, those that one device would draw; options as for `empty`."""
     check_torch_options("randn", layout, pin_memory, memory_format, init_rrefs)
     made = _create(torch.empty, sharding_spec, size, dtype, False, process_group)
-    return made.normal_().requires_grad_(requires_grad)
+    made.normal_()
+    return made.requires_grad_(requires_grad)
 
 
 def check_torch_options(

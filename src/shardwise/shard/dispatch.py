@@ -16,7 +16,7 @@ from shardwise.core.placements import Partial
 from shardwise.core.placements import Shard as ShardPlacement
 from shardwise.core.sizes import Size, unrecorded
 from shardwise.core.untraced import UntracedFunction
-from shardwise.dispatch.catalog import find_rule
+from shardwise.dispatch.catalog import changes_shape, find_rule
 from shardwise.dtensor import snapshots
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
@@ -49,13 +49,18 @@ def dispatch(
         if isinstance(args[0], kind):
             leaves[1] = _held_like(args[0], args[1], kind)
     first = next(leaf for leaf in leaves if isinstance(leaf, kind))
+    if changes_shape(func) and func is not aten.detach_.default:
+        raise UnsupportedError(
+            f"{func} would change the shape of a tensor in place, and its spec with it: "
+            f"{first.sharding_spec()}. Use the op without the underscore, which returns a DTensor."
+        )
     if _draws(func, first):
         return _draw(func, first, args, kwargs)
     if any(isinstance(x, kind) and not x._tiling.natural for x in leaves):
         if any(map(is_unbacked, leaves)):
             return dispatch_unbacked(kind, func, args, kwargs)
         leaves = [_cut_like(first, leaf) for leaf in leaves]
-        _check_any_order(func, first, leaves)
+        _check_any_order(func, first, leaves, args)
     plain: dict[int, ShardedTensor] = {}
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, kind):
@@ -68,7 +73,7 @@ def dispatch(
     return tree_unflatten([_rewrapped(r, first, plain) for r in results], shape)
 
 
-#: Ops that reduce to one value when they get no dims.
+#: Ops that reduce to one value when they get no dims and no keepdim, which come third.
 _OVER_ALL = {
     aten.all.default,
     aten.any.default,
@@ -91,11 +96,13 @@ def _cut_like(first: ShardedTensor, x: Any) -> Any:
     return x
 
 
-def _check_any_order(op: Any, first: ShardedTensor, leaves: Sequence[Any]) -> None:
+def _check_any_order(
+    op: Any, first: ShardedTensor, leaves: Sequence[Any], args: Sequence[Any]
+) -> None:
     """Raise unless the op is independent of where in the tensor a value belongs."""
     tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.dim()]
     alike = all(isinstance(x, type(first)) and x._tiling is first._tiling for x in tensors)
-    over_all = op in _OVER_ALL and not any(isinstance(x, (list, tuple)) for x in leaves)
+    over_all = op in _OVER_ALL and not any(args[2:])
     if not (is_elementwise(op) or over_all) or not alike:
         specs = "; ".join(
             str(x.sharding_spec()) if isinstance(x, type(first)) else type(x).__name__
@@ -120,10 +127,15 @@ def _rewrapped(result: Any, first: ShardedTensor, plain: dict[int, ShardedTensor
         and layout.placements == model.placements
         and layout.shape == model.shape
     ):
-        found = type(first).over(result._local, first._tiling, layout, like=first)
-        snapshots.take_over(found, result)
-        return found
+        return with_tiling(result, first)
     return result
+
+
+def with_tiling(x: DTensor, like: ShardedTensor) -> ShardedTensor:
+    """A DTensor of the layout of `like` as a sharded tensor of its tiling."""
+    found = like.over(x._local, like._tiling, x._layout, like=like)
+    snapshots.take_over(found, x)
+    return found
 
 
 def _held_like(target: ShardedTensor, source: Any, kind: type[ShardedTensor]) -> Any:
@@ -184,7 +196,10 @@ _EACH_VALUE = {
     aten.detach.default,
     aten.empty_like.default,
     aten.fill_.Scalar,
+    aten.fill_.Tensor,
     aten.full_like.default,
+    aten.masked_fill_.Scalar,
+    aten.masked_fill_.Tensor,
     aten.ones_like.default,
     aten.zero_.default,
     aten.zeros_like.default,

@@ -100,8 +100,9 @@ def _product(
     shards = DTensor.from_local(shard, mesh, [ShardPlacement(split.dim, sizes)])
     rows = DTensor.from_local(on_plain_ranks(tiling.grid, flat, x), mesh, by_rows)
     everyones = rows.redistribute(placements=[REPLICATE])
-    results = F.linear(everyones, shards).redistribute(placements=by_rows).to_local()
-    return on_plain_ranks(tiling.grid, shaped, results, x.detach())
+    results: Any = F.linear(everyones, shards)
+    own = results.redistribute(placements=by_rows).to_local()
+    return on_plain_ranks(tiling.grid, shaped, own, x.detach())
 
 
 def gather_whole(x: ShardedTensor) -> torch.Tensor:
@@ -381,12 +382,6 @@ def _over_all(ours: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _new_tensor(_: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A plain tensor of the same dtype; torch's own fails on the dispatch key of DTensors."""
-    like, data = args
-    return torch.tensor(data, **({"dtype": like.dtype, "device": like.device} | kwargs))
-
-
 functions.update(
     {
         F.embedding: _for_local_batch(embedding),
@@ -396,7 +391,6 @@ functions.update(
         torch.Tensor.sum: _over_all(dispatch.summed),
         torch.mean: _over_all(dispatch.mean),
         torch.Tensor.mean: _over_all(dispatch.mean),
-        torch.Tensor.new_tensor: _new_tensor,
         torch.equal: _equal,
         torch.Tensor.equal: _equal,
         torch.allclose: _allclose,

@@ -25,6 +25,7 @@ from shardwise.plans import check_conflicts, find_module, find_tensor, owners_of
 from shardwise.shard.create import (
     check_grad_reduction,
     check_shardable,
+    comparable,
     describe_tensor,
     place_tensor,
 )
@@ -189,7 +190,7 @@ def _described(module: nn.Module, plan: Any) -> list[str]:
     entries = getattr(plan, "plan", None)
     for path, entry in entries.items() if isinstance(entries, Mapping) else ():
         if isinstance(entry, Sharder):
-            lines.append(f"{path}: {_described_sharder(entry)}")
+            lines.append(f"{path}: {comparable(entry)}")
             continue
         try:
             tensor = find_tensor(module, path)[2]
@@ -197,26 +198,9 @@ def _described(module: nn.Module, plan: Any) -> list[str]:
             tensor = None
         lines.append(describe_tensor(path, tensor, entry))
     for path, spec in (getattr(plan, "output_plan", None) or {}).items():
-        lines.append(f"output of {path!r}: {spec}")
+        lines.append(f"output of {path!r}: {comparable(spec)}")
     lines += [f"local output of {p!r}" for p in getattr(plan, "return_local_tensor", None) or ()]
     return lines
-
-
-def _described_sharder(sharder: Sharder) -> str:
-    """Its class and attributes, as far as they can be compared between ranks."""
-    kind = type(sharder)
-    values = ", ".join(f"{n}={_comparable(v)}" for n, v in vars(sharder).items())
-    return f"{kind.__module__}.{kind.__qualname__}({values})"
-
-
-def _comparable(value: Any) -> str:
-    if value is None or isinstance(value, (str, int, float, ShardingSpec, torch.dtype)):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_comparable, value))}]"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{k}: {_comparable(v)}' for k, v in value.items())}}}"
-    return type(value).__qualname__
 
 
 def _apply(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -162,8 +161,12 @@ def with_spec(x: Any, kind: type[ShardedTensor]) -> ShardedTensor:
     """A DTensor as a sharded tensor, with a spec of its placement."""
     if isinstance(x, kind):
         return x
-    (placement,) = x.placements
-    if not placement.is_shard():
+    if len(x.placements) != 1:
+        raise LayoutError(
+            f"A sharded tensor is split over the ranks of one group; found {x._layout!r}, on a "
+            "mesh of several axes. redistribute() it, and wrap full_tensor() or its shards anew."
+        )
+    if not x.placements[0].is_shard():
         x = x.redistribute(placements=[ShardPlacement(0)])
     layout: Layout = x._layout
     device = torch.device(layout.grid.device_type)
@@ -186,61 +189,41 @@ class WithSpec(UntracedFunction):
         return sharded_like(grad, ctx.tiling, ctx.kind), None, None
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """The arguments of `to`, parsed; None and False change nothing."""
-
-    device: torch.device | None
-    dtype: torch.dtype | None
-    non_blocking: bool
-    contiguous: bool
-    copy: bool
-    process_group: Any
-
-    def check(self, x: ShardedTensor) -> None:
-        if self.process_group is None:
-            return
-        ranks = group_ranks(self.process_group)
-        if ranks != x._tiling.grid.ranks:
-            raise LayoutError(
-                f"The tensor is on ranks {list(x._tiling.grid.ranks)}, and the process_group has "
-                f"{list(ranks)}: a conversion leaves every shard on its rank. Give a group of the "
-                "same ranks in the same order, or reshard(spec)."
-            )
-
-    def moves(self, x: ShardedTensor) -> bool:
-        if self.device is None:
-            return False
-        here = x.device
-        other_one = self.device.index is not None and self.device.index != here.index
-        return self.device.type != here.type or (here.type != "cpu" and other_one)
-
-
-def parse_conversion(args: Any, kwargs: Any, copy: bool, process_group: Any) -> Conversion:
-    """The arguments of `Tensor.to`, and the group that the result belongs to."""
+def converted(
+    x: ShardedTensor, args: Any, kwargs: Any, copy: bool, process_group: Any
+) -> ShardedTensor:
+    """`x.to(*args, **kwargs)`, differentiable; `x` itself where nothing changes."""
     device, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
         raise UnsupportedError(
             f"A sharded tensor was asked for memory_format={memory_format}: its shards are "
             "contiguous. Use torch.preserve_format or torch.contiguous_format."
         )
-    contiguous = memory_format is torch.contiguous_format
-    return Conversion(device, dtype, non_blocking, contiguous, copy, process_group)
-
-
-def converted(x: ShardedTensor, wanted: Conversion) -> ShardedTensor:
-    """`x` converted, differentiable; `x` itself where nothing changes."""
-    wanted.check(x)
+    if process_group is not None:
+        _check_same_ranks(x, process_group)
     new: Any = x
-    if wanted.dtype is not None and wanted.dtype != x.dtype:
-        new = torch.Tensor.to(x, wanted.dtype)
-    if wanted.moves(x):
-        new = ToDevice.apply(new, wanted.device, wanted.non_blocking, wanted.process_group)
-    if wanted.contiguous and not new.is_contiguous():
+    if dtype is not None and dtype != x.dtype:
+        new = torch.Tensor.to(x, dtype)
+    if device is not None and _is_elsewhere(device, x.device):
+        new = ToDevice.apply(new, device, non_blocking, process_group)
+    if memory_format is torch.contiguous_format and not new.is_contiguous():
         new = new.contiguous()
-    if wanted.copy and new is x:
-        new = x.clone()
-    return new
+    return x.clone() if copy and new is x else new
+
+
+def _check_same_ranks(x: ShardedTensor, process_group: Any) -> None:
+    ranks, asked = x._tiling.grid.ranks, group_ranks(process_group)
+    if ranks != asked:
+        raise LayoutError(
+            f"The tensor is on ranks {list(ranks)}, and the process_group has {list(asked)}: a "
+            "conversion leaves every shard on its rank. Give a group of the same ranks in the same "
+            "order, or reshard(spec)."
+        )
+
+
+def _is_elsewhere(device: torch.device, here: torch.device) -> bool:
+    other_one = device.index is not None and device.index != here.index
+    return device.type != here.type or (here.type != "cpu" and other_one)
 
 
 class ToDevice(UntracedFunction):

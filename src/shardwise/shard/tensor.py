@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import copy
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.core.mesh import grid_like
 from shardwise.core.placements import Placement, short
 from shardwise.core.untraced import breaks_graph, untraced
+from shardwise.dtensor.autograd import lies_like
 from shardwise.dtensor.compile import FlatContext, flattened
 from shardwise.dtensor.conversion import checked_local
 from shardwise.dtensor.tensor import DTensor, _lasting
@@ -34,7 +34,6 @@ from shardwise.errors import (
     ArgumentError,
     LayoutError,
     LeafError,
-    ShardwiseError,
     UnsupportedError,
     WorldError,
 )
@@ -46,14 +45,16 @@ from shardwise.shard.dispatch import (
     dispatch,
     is_unbacked,
     unflattened,
+    with_tiling,
 )
 from shardwise.shard.moves import (
     Reshard,
     ToLocalShard,
+    WithSpec,
     converted,
     move_boxes,
-    parse_conversion,
     sharded_like,
+    with_spec,
 )
 from shardwise.shard.spec import (
     EnumerableShardingSpec,
@@ -118,22 +119,13 @@ class ShardedTensor(DTensor):
         """A sharded tensor out of the ranks' local tensors, unchecked."""
         layout = layout or tiling.layout(local.dtype)
         stride = layout.stride if tiling.natural else contiguous_stride(tiling.shape)
-        keys = ABOVE_AUTOGRAD if tiling.natural else NO_KEYS
         out = make_wrapper(
             ShardedTensor,
             tiling.shape,
-            stride,
-            None,
-            None,
-            layout.dtype,
-            torch.strided,
-            local.device,
-            False,
-            False,
-            None,
-            False,
-            False,
-            keys,
+            strides=stride,
+            dtype=layout.dtype,
+            device=local.device,
+            _extra_dispatch_keys=ABOVE_AUTOGRAD if tiling.natural else NO_KEYS,
         )
         out._local, out._layout, out._tiling = local, layout, tiling
         out.grad_reduction = "mean" if like is None else like.grad_reduction
@@ -170,13 +162,21 @@ class ShardedTensor(DTensor):
     @breaks_graph
     def requires_grad_(self, mode: bool = True) -> ShardedTensor:
         """As for any tensor; the gradient of a leaf has the leaf's spec."""
-        if self._tiling.natural:
-            return super().requires_grad_(mode)  # type: ignore[return-value]
         torch.Tensor.requires_grad_(self, mode)
         if mode and "_hooked" not in self.__dict__:
-            hook = functools.partial(_lies_in, self._tiling)
+            hook = functools.partial(_lies_in, self._tiling, self._layout)
             self.__dict__["_hooked"] = torch.Tensor.register_hook(self, hook)
         return self
+
+    @breaks_graph
+    def _set_data(self, value: Any) -> None:
+        """`x.data = value`: this tensor gets the memory and the spec of `value`."""
+        if isinstance(value, DTensor):
+            value = with_spec(value, ShardedTensor)
+            self._tiling = value._tiling
+        super()._set_data(value)
+
+    data = property(DTensor._get_data, _set_data)
 
     # -- torch.compile -----------------------------------------------------------------------
 
@@ -293,6 +293,10 @@ class ShardedTensor(DTensor):
         found = [(shard.metadata, shard.tensor) for shard in self.local_shards()]
         return [(at.rank, tuple(at.shard_offsets), values) for at, values in found]
 
+    def _chunks(self) -> list[Any]:
+        pieces = [(offsets, values) for _, offsets, values in self.__checkpoint_pieces__()]
+        return [(at, values) for at, values in pieces if values.numel() or not self.numel()]
+
     # -- moving ------------------------------------------------------------------------------
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
@@ -310,8 +314,7 @@ class ShardedTensor(DTensor):
             moved = detached.resharded(resharding_spec)
             grad = self.grad
             if moved._tiling is not self._tiling:
-                self.grad, self._tiling = None, moved._tiling
-                self.data = moved
+                self.grad, self.data = None, moved
                 if grad is not None:
                     self.grad = sharded_like(grad, moved._tiling, ShardedTensor)
         return self
@@ -355,12 +358,24 @@ class ShardedTensor(DTensor):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank."""
+        return DTensor.full_tensor(self._in_order(), grad_placements=grad_placements)
+
+    def tolist(self) -> Any:
+        return DTensor.tolist(self._in_order())
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return DTensor.numpy(self._in_order(), force=force)
+
+    def _in_order(self) -> ShardedTensor:
+        """The same tensor in a natural tiling."""
         if self._tiling.natural:
-            return super().full_tensor(grad_placements=grad_placements)
+            return self
         if not self._tiling.shape:
-            raise UnsupportedError("full_tensor() without dims: read the owner's shard.")
-        ordered = self.resharded(natural_spec(self._tiling))
-        return ordered.full_tensor(grad_placements=grad_placements)
+            raise UnsupportedError(
+                "A tensor without dims is on one rank, and no mesh has that layout: read the "
+                "owner's shard, local_shards(), or gather() it."
+            )
+        return self.resharded(natural_spec(self._tiling))
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """As for any DTensor; the result has no spec."""
@@ -379,7 +394,7 @@ class ShardedTensor(DTensor):
         `process_group` is that of the result: of the same ranks, with a backend for the other
         device.
         """
-        return converted(self, parse_conversion(args, kwargs, copy, process_group))
+        return converted(self, args, kwargs, copy, process_group)
 
     def cpu(
         self,
@@ -409,22 +424,8 @@ class ShardedTensor(DTensor):
 
     # -- copies ------------------------------------------------------------------------------
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        if id(self) in memo:
-            return memo[id(self)]
-        if not self.is_leaf:
-            raise ShardwiseError(
-                "Only leaf tensors can be deep-copied (as with torch.Tensor): detach() it first."
-            )
-        copied = ShardedTensor.over(
-            self._local.detach().clone(), self._tiling, self._layout, like=self
-        )
-        copied.__dict__.update(copy.deepcopy(_lasting(self.__dict__), memo))
-        copied.requires_grad_(self.requires_grad)
-        if self.grad is not None:
-            copied.grad = copy.deepcopy(self.grad, memo)
-        memo[id(self)] = copied
-        return copied
+    def _deep_copied(self, memo: dict[int, Any]) -> ShardedTensor:
+        return with_tiling(super()._deep_copied(memo), self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = packed(self._local.detach(), self._tiling)
@@ -433,10 +434,15 @@ class ShardedTensor(DTensor):
 
 
 @own_hook
-def _lies_in(tiling: Tiling, grad: Any) -> Any:
+def _lies_in(tiling: Tiling, layout: Layout, grad: Any) -> Any:
     """A gradient in this tiling; None where it is already, as torch's hooks want it."""
     if grad is None or (isinstance(grad, ShardedTensor) and grad._tiling is tiling):
         return None
+    if tiling.natural and (not isinstance(grad, ShardedTensor) or grad._layout is layout):
+        moved = lies_like(DTensor, layout, grad)
+        found = grad if moved is None else moved
+        is_dense = type(found) in (DTensor, ShardedTensor)
+        return WithSpec.apply(found, tiling, ShardedTensor) if is_dense else moved
     if isinstance(grad, DTensor):
         split = not all(p.is_replicate() for p in grad._layout.placements)
         if split or (torch.is_grad_enabled() and grad.requires_grad):
