@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from shardwise.cli.main import main
 from shardwise.embedding import Plan
+from shardwise.planner import Constants
 
 TABLES = """format = "shardwise tables 1"
 batch = 4096
@@ -92,6 +93,13 @@ def test_a_sample_is_named_by_its_file(run, folder):
     asked = ("plan", "tables.toml", "--ranks", 2, "--no-solver", "--seconds", 1)
     found = run(*asked, "--sample", f"{folder}{name}:batches")
     assert found.exit_code == 0, found.output
+
+
+def test_json_is_all_that_is_printed_after_a_calibration(run, monkeypatch):
+    monkeypatch.setattr("shardwise.cli.plan.calibrate", lambda: Constants.of("cpu"))
+    asked = ("plan", "tables.toml", "--ranks", 2, "--calibrate", "mine.json", "--no-solver")
+    assert json.loads(run(*asked, "--json").output)["gap"] >= 0
+    assert "constants of this machine are in mine.json" in run(*asked).output
 
 
 def test_explain_refuses_an_optimizer_that_no_step_of_a_model_takes(run):

@@ -56,6 +56,18 @@ def said(api):
     yield same["user"], api.KeyedTensor.regroup([same], [["item"], ["item", "user"]])
 
 
+def test_keys_may_be_left_out_and_repeated():
+    kjt = names.KeyedJaggedTensor(keys=KEYS, values=IDS, lengths=LENGTHS, weights=WEIGHTS)
+    nothing, everything = kjt.split([0, 2])
+    assert (nothing.keys(), nothing.stride(), nothing.values().tolist()) == ([], 2, [])
+    assert nothing.weights().dtype is WEIGHTS.dtype
+    assert torch.equal(everything.values(), IDS)
+    twice = kjt.permute([1, 1])
+    assert (twice.keys(), twice.length_per_key()) == (["item", "item"], [4, 4])
+    with pytest.raises(ArgumentError, match="asks for 3 keys of a batch that has 2"):
+        kjt.split([2, 1])
+
+
 def test_what_batches_and_outputs_say():
     found = list(said(names))
     assert found[1] == (2, [2, 2], [1, 4], [0, 1, 5])

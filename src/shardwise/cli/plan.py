@@ -84,7 +84,8 @@ def run_plan(
         check_constants_path(calibrate_to)
         measured = calibrate()
         measured.save(calibrate_to)
-        out.print(f"The constants of this machine are in {calibrate_to}.")
+        if source is None or not as_json:
+            out.print(f"The constants of this machine are in {calibrate_to}.")
         constants = calibrate_to
         if source is None:
             return

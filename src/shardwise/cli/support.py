@@ -173,12 +173,12 @@ def run_rules(op: str | None) -> None:
 
 
 def ops_named(name: str) -> list[Any]:
-    """The ops that a name stands for: `mm`, `aten.mm` or `aten.mm.default`.
+    """The ops that a name stands for: `mm`, `torch.mm`, `aten.mm` or `aten.mm.default`.
 
     >>> ops_named("aten.mm.default")
     [<OpOverload(op='aten.mm', overload='default')>]
     """
-    parts = name.replace("::", ".").removeprefix("torch.ops.").split(".")
+    parts = name.replace("::", ".").removeprefix("torch.").removeprefix("ops.").split(".")
     namespace = "aten" if len(parts) == 1 or not hasattr(torch.ops, parts[0]) else parts.pop(0)
     space = getattr(torch.ops, namespace)
     packet = getattr(space, parts[0], None)

@@ -368,27 +368,16 @@ class KeyedJaggedTensor(JaggedTensor):
     @staticmethod
     def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
         """From a jagged tensor per key."""
-        parts = list(jt_dict.values())
-        weights = [part.weights_or_none() for part in parts]
-        found = [w for w in weights if w is not None]
-        if found and len(found) < len(weights):
-            raise ArgumentError("Either all jagged tensors have weights, or none has.")
-        return KeyedJaggedTensor(
-            list(jt_dict),
-            torch.cat([part.values() for part in parts]),
-            torch.cat(found) if found else None,
-            torch.cat([part.lengths() for part in parts]),
-            stride_per_key=[len(part.lengths()) for part in parts],
-        )
+        return _joined(list(jt_dict.items()))
 
     @staticmethod
     def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         """The keys of all of them, one after the other."""
-        parts = [item for batch in kjt_list for item in batch.to_dict().items()]
+        parts = [item for batch in kjt_list for item in batch._items()]
         keys = [key for key, _ in parts]
         if len(set(keys)) < len(keys):
             raise ArgumentError(f"Batches that are joined have different keys, found {keys}.")
-        return KeyedJaggedTensor.from_jt_dict(dict(parts))
+        return _joined(parts)
 
     # -- reading -----------------------------------------------------------------------------
 
@@ -422,6 +411,9 @@ class KeyedJaggedTensor(JaggedTensor):
         return _running(self.length_per_key())
 
     def to_dict(self) -> dict[str, JaggedTensor]:
+        return dict(self._items())
+
+    def _items(self) -> list[tuple[str, JaggedTensor]]:
         lengths = self.lengths().split(self.stride_per_key())
         num_ids = [int(each.sum()) for each in lengths]
         values = self._values.split(num_ids)
@@ -429,23 +421,31 @@ class KeyedJaggedTensor(JaggedTensor):
         if self._weights is not None:
             weights = self._weights.split(num_ids)
         found = zip(self._keys, values, weights, lengths, strict=True)
-        return {key: JaggedTensor(*parts) for key, *parts in found}
+        return [(key, JaggedTensor(*parts)) for key, *parts in found]
 
     def __getitem__(self, key: str) -> JaggedTensor:
         return self.to_dict()[key]
 
     def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
         """Batches of so many keys each."""
-        parts = iter(self.to_dict().items())
+        if sum(segments) > len(self._keys):
+            raise ArgumentError(
+                f"split({list(segments)}) asks for {sum(segments)} keys of a batch that has "
+                f"{len(self._keys)}."
+            )
         return [
-            KeyedJaggedTensor.from_jt_dict(dict(next(parts) for _ in range(number)))
-            for number in segments
+            self.permute(range(start, start + number))
+            for start, number in zip(_running(segments), segments, strict=False)
         ]
 
     def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:
-        """The keys in another order."""
-        parts = list(self.to_dict().items())
-        return KeyedJaggedTensor.from_jt_dict(dict(parts[index] for index in indices))
+        """The keys in another order; one may be there several times."""
+        if not len(indices):
+            weights = None if self._weights is None else self._weights[:0]
+            nothing = self._values[:0], weights, self.lengths()[:0]
+            return KeyedJaggedTensor([], *nothing, stride=self.stride())
+        items = self._items()
+        return _joined([items[index] for index in indices])
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
         return self._moved(_mover(device, non_blocking))
@@ -467,6 +467,21 @@ class KeyedJaggedTensor(JaggedTensor):
     def __repr__(self) -> str:
         bags = ", ".join(f"{key!r}: {bag.to_dense()}" for key, bag in self.to_dict().items())
         return f"KeyedJaggedTensor({{{bags}}})"
+
+
+def _joined(parts: Sequence[tuple[str, JaggedTensor]]) -> KeyedJaggedTensor:
+    """The bags of each key, one after the other."""
+    tensors = [part for _, part in parts]
+    weights = [w for part in tensors if (w := part.weights_or_none()) is not None]
+    if weights and len(weights) < len(tensors):
+        raise ArgumentError("Either all jagged tensors have weights, or none has.")
+    return KeyedJaggedTensor(
+        [key for key, _ in parts],
+        torch.cat([part.values() for part in tensors]),
+        torch.cat(weights) if weights else None,
+        torch.cat([part.lengths() for part in tensors]),
+        stride_per_key=[len(part.lengths()) for part in tensors],
+    )
 
 
 class KeyedTensor:
