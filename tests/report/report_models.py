@@ -162,6 +162,28 @@ def clicks():
     return Clicks(), (batch,)
 
 
+class Classes(MLP):
+    def forward(self, x, target):
+        return self.up(x).argmax(1)
+
+
+def classes():
+    return Classes(), (torch.randn(8, 6), torch.randn(8, 6))
+
+
+class LossInDict(MLP):
+    def forward(self, x, target):
+        return {"loss": super().forward(x, target), "much_larger": 100 * self.up(x)}
+
+
+def loss_in_dict():
+    return LossInDict(), (torch.randn(8, 6), torch.randn(8, 6))
+
+
+def frozen():
+    return MLP().requires_grad_(False), (torch.randn(8, 6), torch.randn(8, 6))
+
+
 def no_module():
     return 3
 

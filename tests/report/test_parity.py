@@ -48,6 +48,16 @@ def test_a_batch_may_be_a_named_tuple(plans):
     assert check_simulated(case(plans, "mlp_with_named_batch", None), Mesh.parse("dp=2")).agrees
 
 
+def test_the_loss_may_be_in_a_dict(plans):
+    found = check_simulated(case(plans, "loss_in_dict", None), Mesh.parse("dp=2"))
+    plain = check_simulated(case(plans, "mlp", None), Mesh.parse("dp=2"))
+    sizes = [
+        {each.name: each.scale for each in parity.differences if each.what == "gradients"}
+        for parity in (found, plain)
+    ]
+    assert sizes[0] == sizes[1]
+
+
 def test_complex_parameters_are_compared_as_such(plans, recwarn):
     parity = check_simulated(case(plans, "complex_filter", None), Mesh.parse("dp=2"))
     assert parity.agrees, parity.differing

@@ -80,6 +80,11 @@ class Case:
                 f"{self.target} should return a module and a sample batch, as a tuple of two; "
                 f"found {type(made).__name__}."
             )
+        if not any(parameter.requires_grad for parameter in made[0].parameters()):
+            raise ArgumentError(
+                f"The module of {self.target} has no parameter that requires a gradient, and a "
+                "step has a backward: return one that trains."
+            )
         return made
 
     def data_axes(self, mesh: Mesh) -> tuple[str, ...]:

@@ -158,6 +158,11 @@ def play_alone(case: Case, parts: tuple[int, ...]) -> StepResult:
 def play_sharded(case: Case, mesh: Mesh) -> tuple[StepResult, tuple[int, ...]]:
     """One step in the current world, and the number of each rank's part of the batch."""
     module, batch = case.build()
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise ArgumentError(
+            f"The module of {case.target} is on the meta device, and there are no values to "
+            "compare: make it on the CPU. (explain takes it as it is.)"
+        )
     sharded = case.shard(module, mesh.make())
     parts = split_batch(batch, sharded.num_parts)
     torch.manual_seed(case.seed)

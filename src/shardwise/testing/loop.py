@@ -392,12 +392,16 @@ def call(module: Callable[..., Any], batch: Any) -> Any:
 def loss_of(output: Any) -> torch.Tensor:
     """The output if it is a scalar, its `loss`, or else the mean square of its tensors."""
     loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
     if isinstance(loss, torch.Tensor) and not loss.dim():
         return loss
-    floating = [leaf for leaf in tensors_of(output) if leaf.is_floating_point()]
+    tensors = tensors_of(output)
+    floating = [leaf for leaf in tensors if leaf.is_floating_point()]
     if not floating:
+        found = ", ".join(sorted({str(leaf.dtype) for leaf in tensors})) or type(output).__name__
         raise ArgumentError(
-            f"The module should give a loss or tensors of numbers, found {type(output).__name__}."
+            f"The module should return a loss, or tensors of floats to make one of; found {found}."
         )
     return sum((leaf.pow(2).mean() for leaf in floating), torch.zeros(()))
 
