@@ -54,6 +54,12 @@ def main(debug: bool) -> None:
     """Shard tensors, embedding tables and layers over many devices, with one device's results."""
 
 
+_plan_option = click.option(
+    "--plan",
+    metavar="FILE",
+    type=click.Path(),
+    help="A plan of modules or of tables, TOML or JSON.",
+)
 _groups_option = click.option(
     "--fully-shard",
     metavar="PATTERN",
@@ -61,7 +67,6 @@ _groups_option = click.option(
     help="Modules that are fully sharded one by one, as layers.*; then the model is. They are "
     "sharded along the axis fsdp, or else the last data axis.",
 )
-
 _context_option = click.option(
     "--context",
     metavar="PATTERN",
@@ -74,11 +79,6 @@ _recompute_option = click.option(
     multiple=True,
     help="Modules that backward computes again (activation checkpointing).",
 )
-
-
-def _plan_option(command: Any) -> Any:
-    text = "A plan of modules or of tables, TOML or JSON."
-    return click.option("--plan", metavar="FILE", type=click.Path(), help=text)(command)
 
 
 @main.command()

@@ -33,7 +33,6 @@ from shardwise.demo.tasks import (
     Writing,
     read_clicks,
 )
-from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding import Plan
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.launch import Note, join, launch
@@ -41,8 +40,8 @@ from shardwise.report import Mesh, report_step
 from shardwise.report.html import kinds_table, memory_table, write_html
 from shardwise.report.parity import whole
 from shardwise.report.step import StepReport, optimizer_tensors
-from shardwise.simulation.ranks import on_rank
 from shardwise.simulation.world import simulate
+from shardwise.testing.training import on_ranks
 
 STEPS = {"dlrm": 240, "gpt": 150}
 SHOWN_LINES = 5
@@ -485,11 +484,8 @@ def _from_all(value: Any) -> list[Any]:
 
 def mean_of(loss: torch.Tensor) -> float:
     """The mean of the ranks' losses, or the loss of this process."""
-    value = loss.detach()
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
     present = current_world().present if dist.is_initialized() else (0,)
-    return float(torch.stack([on_rank(value, rank) for rank in present]).mean())
+    return float(torch.stack(on_ranks(loss, present)).mean())
 
 
 def largest_difference(one: TrainingRun, many: TrainingRun) -> tuple[float, str]:

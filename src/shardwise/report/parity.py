@@ -169,7 +169,7 @@ def play_sharded(case: Case, mesh: Mesh) -> tuple[StepResult, tuple[int, ...]]:
     output = call(sharded.module, per_rank(parts, sharded.part_of))
     outputs: Values = {}
     world = current_world()
-    each = [on_ranks(leaf) for leaf in tensors_of(output)]
+    each = [on_ranks(leaf, world.present) for leaf in tensors_of(output)]
     for place, rank in enumerate(world.present):
         outputs |= _named([values[place] for values in each], rank)
     loss_of(output).backward()

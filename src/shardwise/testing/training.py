@@ -147,16 +147,14 @@ class LossOfParts:
 def play_alone(training: Training) -> list[TrainingOutcome]:
     """Train on one device: what each rank should hold in the end."""
     module, steps, late = training.begin()
-    first = _changes(module, {})
+    first = _copies(_parameters(module))
     loss = training.loss
     parts = LossOfParts(loss, module, training.num_parts) if training.by_parts else None
     run = StepRun(module, training.options, training.optimizer, late, parts or loss)
     run.around_backward = updates_together
     for batches in steps:
         run.step(batches)
-    outcome = TrainingOutcome(_changes(run.module, first), _buffers(run.module))
-    if run.left is not None:
-        outcome.left = _changes(run.left, first)
+    (outcome,) = _outcomes(run, first, ranks=(0,))
     ranks = range(training.mesh.num_ranks)
     if parts is None:
         return [outcome for _ in ranks]
@@ -174,7 +172,7 @@ def play(training: Training, folder: Path) -> list[TrainingOutcome]:
     run: StepRun | None = None
     try:
         module, steps, late = training.begin()
-        first = _changes(module, {})
+        first = _copies(_parameters(module))
         mesh = training.mesh.make()
         if training.by_parts:
             _give_each_rank_its_own(module)
@@ -184,7 +182,7 @@ def play(training: Training, folder: Path) -> list[TrainingOutcome]:
             run.step([_laid_out(training, batch, mesh) for batch in batches])
         if "save" in training.options:
             checkpoint.save({"model": run.module}, folder / "saved")
-        return _outcomes(run, first)
+        return _outcomes(run, first, current_world().present)
     except Exception as error:
         begun = run is not None and run.has_stepped
         refused = isinstance(error, ShardwiseError) and not isinstance(error, FAULTS) and not begun
@@ -227,43 +225,42 @@ def _cloned(tensor: torch.Tensor) -> Callable[[int], torch.Tensor]:
 # -- values ----------------------------------------------------------------------------------
 
 
-def _outcomes(run: StepRun, first: Values) -> list[TrainingOutcome]:
-    made = [TrainingOutcome() for _ in range(_num_present())]
-    for name, parameter in _parameters(run.module):
-        for outcome, value in zip(made, on_ranks(parameter), strict=True):
-            outcome.parameters[name] = value - first.get(name, 0)
-    for name, buffer in run.module.named_buffers():
-        for outcome, value in zip(made, on_ranks(buffer), strict=True):
-            outcome.buffers[name] = value
+def _outcomes(run: StepRun, first: Values, ranks: Sequence[int]) -> list[TrainingOutcome]:
+    """What each rank holds in the end."""
+    parameters = [_changes(values, first) for values in _held(_parameters(run.module), ranks)]
+    buffers = _held(dict(run.module.named_buffers()), ranks)
+    made = [TrainingOutcome(*each) for each in zip(parameters, buffers, strict=True)]
     if run.left is not None:
-        for name, parameter in _parameters(run.left):
-            for outcome, value in zip(made, on_ranks(parameter), strict=True):
-                outcome.left[name] = value - first[name]
+        for outcome, values in zip(made, _held(_parameters(run.left), ranks), strict=True):
+            outcome.left = _changes(values, first)
     return made
 
 
-def _parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _parameters(module: nn.Module) -> Values:
     """All of them, under each name: a lost tie shows."""
-    yield from module.named_parameters(remove_duplicate=False)
+    return dict(module.named_parameters(remove_duplicate=False))
 
 
-def _changes(module: nn.Module, first: Values) -> Values:
-    return {
-        name: parameter.detach().clone() - first.get(name, 0)
-        for name, parameter in _parameters(module)
-    }
+def _copies(values: Values) -> Values:
+    return {name: value.detach().clone() for name, value in values.items()}
 
 
-def _buffers(module: nn.Module) -> Values:
-    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+def _changes(values: Values, first: Values) -> Values:
+    return {name: value - first.get(name, 0) for name, value in values.items()}
 
 
-def on_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The whole value on each rank that is present."""
+def _held(tensors: Values, ranks: Sequence[int]) -> list[Values]:
+    """The whole values on each rank."""
+    found = {name: on_ranks(tensor, ranks) for name, tensor in tensors.items()}
+    return [{name: each[place] for name, each in found.items()} for place in range(len(ranks))]
+
+
+def on_ranks(tensor: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:
+    """The whole value on each rank; a plain tensor is the same on all."""
     value = tensor.detach()
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    return [on_rank(value, rank).clone() for rank in current_world().present]
+    return [on_rank(value, rank).clone() for rank in ranks]
 
 
 # -- verdict -------------------------------------------------------------------------------------
@@ -286,18 +283,19 @@ class Judgement:
 
 def judge(training: Training, outcomes: list[TrainingOutcome], folder: Path) -> Judgement:
     """Compare the outcomes of all ranks, and what they saved in the folder, with one device."""
+    failed = any(outcome.failed for outcome in outcomes)
+    if not failed and any(outcome.refused for outcome in outcomes):
+        text = _first(outcomes, "refused")
+        if not _agree(outcome.refused for outcome in outcomes):
+            return Judgement("wrong", f"refused on some ranks, or for other reasons: {text}")
+        return Judgement("refused", text)
     try:
         alone = play_alone(training)
     except Exception as error:
         text = f"{type(error).__name__}: {brief(error)}"
         return Judgement("refused", f"one device does not train like this: {text}")
-    if any(outcome.failed for outcome in outcomes):
+    if failed:
         return Judgement("wrong", _first(outcomes, "failed"))
-    if any(outcome.refused for outcome in outcomes):
-        text = _first(outcomes, "refused")
-        if not _agree(outcome.refused for outcome in outcomes):
-            return Judgement("wrong", f"refused on some ranks, or for other reasons: {text}")
-        return Judgement("refused", text)
     found = [
         (f"on rank {rank}: ", each)
         for rank, (one, many) in enumerate(zip(alone, outcomes, strict=True))
@@ -358,11 +356,10 @@ def _loaded(training: Training, expected: Values, folder: Path) -> Iterator[Diff
     """Load on one device what all ranks saved: compare the parameters and the loss."""
     module, steps, _ = training.begin()
     module.eval()
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    first = {name: p.detach().clone() for name, p in parameters.items()}
+    parameters = _parameters(module)
+    first = _copies(parameters)
     checkpoint.load({"model": module}, folder / "saved")
-    changes = {name: p.detach() - first[name] for name, p in parameters.items()}
-    yield from differences("loaded", expected, changes)
+    yield from differences("loaded", expected, _changes(_copies(parameters), first))
     found = {"the loss": plain_loss(module, steps[0][0]).detach()}
     with torch.no_grad():
         for name, parameter in parameters.items():

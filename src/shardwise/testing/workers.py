@@ -70,25 +70,25 @@ def ask(
     errors: list[str] = []
     drain = threading.Thread(target=lambda: errors.extend(worker.stderr or ()))
     drain.start()
-    patience = _Patience(timeout_s, worker.kill)
+    deadline = _Deadline(timeout_s, worker.kill)
     for name in names:
-        patience.renew()
+        deadline.renew()
         line = worker.stdout.readline()
         if line:
             yield name, line
             continue
-        patience.end()
+        deadline.end()
         _close(worker, drain)
-        late = patience.lost
+        late = deadline.passed
         why = f"no answer in {timeout_s:.0f} s" if late else "".join(errors)[-300:]
         yield name, Lost(why, late)
         return
-    patience.end()
+    deadline.end()
     _close(worker, drain)
 
 
-class _Patience:
-    """Calls `stop` when `limit_s` have passed since it was renewed.
+class _Deadline:
+    """Calls `stop` when `limit_s` have passed since it was last renewed.
 
     Counted in short waits: while this process is stopped, so are its workers, and no time passes.
     """
@@ -96,7 +96,7 @@ class _Patience:
     TICKS = 20
 
     def __init__(self, limit_s: float, stop: Callable[[], None]) -> None:
-        self.lost = False
+        self.passed = False
         self._limit_s, self._stop = limit_s, stop
         self._ended = threading.Event()
         self.renew()
@@ -112,7 +112,7 @@ class _Patience:
         while not self._ended.wait(self._limit_s / self.TICKS):
             self._ticks += 1
             if self._ticks > self.TICKS:
-                self.lost = True
+                self.passed = True
                 return self._stop()
 
 

@@ -268,8 +268,11 @@ class OneDevice:
         grad: bool = False,
         high: int = 5,
     ) -> Any:
-        # A copy: `values` may return a view, which would not be an ordinary leaf.
-        return values(shape, dtype, seed, high).clone().requires_grad_(grad)
+        """A new leaf, Partial ones included."""
+        return self._lay(values(shape, dtype, seed, high), placements, order).requires_grad_(grad)
+
+    def _lay(self, value: torch.Tensor, placements: Placements, order: Any) -> torch.Tensor:
+        return value.clone()  # `value` may be a view, which would not be an ordinary leaf
 
     def redistribute(self, x: Any, placements: Placements, order: Any = None) -> Any:
         return x.clone()
@@ -302,23 +305,12 @@ class Sharded(OneDevice):
         self.mesh = init_device_mesh("cpu", mesh)
         self.grid = grid_of(self.mesh)
 
-    def leaf(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        placements: Placements,
-        seed: int = 0,
-        *,
-        order: tuple[int, ...] | None = None,
-        grad: bool = False,
-        high: int = 5,
-    ) -> DTensor:
-        """A new leaf, Partial ones included; no redistribution takes part."""
+    def _lay(self, value: torch.Tensor, placements: Placements, order: Any) -> DTensor:
+        """Shards without a redistribution."""
+        shape = tuple(value.shape)
         normal = normalize(placements, shape, self.grid, order)
-        stride = contiguous_stride(shape)
-        layout = make_layout(self.grid, normal, shape, stride, dtype, order)
-        local = scatter(values(shape, dtype, seed, high), layout)
-        return DTensor._wrap(local, layout).requires_grad_(grad)
+        layout = make_layout(self.grid, normal, shape, contiguous_stride(shape), value.dtype, order)
+        return DTensor._wrap(scatter(value, layout), layout)
 
     def redistribute(self, x: DTensor, placements: Placements, order: Any = None) -> DTensor:
         """In other placements; never the tensor itself, and dense as a copy on one device is."""
