@@ -165,7 +165,7 @@ def _by_boxes(
     if src_rank is not None:
         with because("shard_tensor", implicit=False):
             whole = collectives.broadcast(whole, src_rank, grid, 0)
-    made = ShardedTensor.over(shard_whole(whole, tiling), tiling)
+    made = ShardedTensor.over(shard_whole(tiling, whole), tiling)
     return made.requires_grad_(tensor.requires_grad)
 
 

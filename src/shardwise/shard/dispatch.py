@@ -20,7 +20,7 @@ from shardwise.dispatch.catalog import changes_shape, find_rule
 from shardwise.dtensor import snapshots
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
-from shardwise.shard.moves import move_boxes, with_spec
+from shardwise.shard.moves import is_replicated, move_boxes, sharded_like
 from shardwise.shard.spec import (
     ChunkShardingSpec,
     ShardingSpec,
@@ -87,12 +87,8 @@ _OVER_ALL = {
 
 def _cut_like(first: ShardedTensor, x: Any) -> Any:
     """A replicated DTensor, such as the gradient of a sum, sharded like `first`."""
-    if (
-        type(x) is DTensor
-        and x.shape == first.shape
-        and all(p.is_replicate() for p in x.placements)
-    ):
-        return type(first).over(shard_whole(x._local, first._tiling), first._tiling)
+    if type(x) is DTensor and x.shape == first.shape and is_replicated(x):
+        return sharded_like(x, first._tiling, type(first))
     return x
 
 
@@ -154,7 +150,7 @@ def _held_like(target: ShardedTensor, source: Any, kind: type[ShardedTensor]) ->
         if tiling.natural and source._layout.grid is tiling.grid:
             return source
         source = plain_if_equal(source.full_tensor())
-    return type(target).over(shard_whole(source, tiling), tiling)
+    return type(target).over(shard_whole(tiling, source), tiling)
 
 
 def _draws(op: Any, x: ShardedTensor) -> bool:
@@ -172,7 +168,7 @@ def _draw(op: Any, x: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]
         raise UnsupportedError(f"{op} draws random numbers into another tensor than its first.")
     whole = torch.empty(x._tiling.shape, dtype=x.dtype, device=x._tiling.grid.device_type)
     op(whole, *args[1:], **kwargs)
-    x._local.copy_(shard_whole(whole, x._tiling))
+    x._local.copy_(shard_whole(x._tiling, whole))
     x._layout.grid.num_writes += 1
     return x
 
@@ -299,11 +295,7 @@ def as_tangent(x: Any, kind: type[ShardedTensor], context: Any) -> ShardedTensor
     """An eager gradient, as the graph expects that of an unbacked tensor."""
     known: UnbackedSpec = context.tiling
     tiling = make_tiling(known.spec, tuple(x.shape), known.grid)
-    if type(x) is DTensor and all(p.is_replicate() for p in x.placements):
-        held = shard_whole(x._local, tiling)
-    else:
-        held = with_spec(x, kind).resharded(known.spec)._local
-    shards: Any = shards_of(tiling, held)
+    shards: Any = shards_of(tiling, sharded_like(x, tiling, kind)._local)
     if context.flat.roster is not None:
         shards = shards.held_like(context.flat.roster)
     extent = new_extent(shards, tiling.shape[0])
@@ -341,7 +333,7 @@ def local_of(x: Any, like: Any, asked: Any) -> torch.Tensor:
         return x._local
     if not x.dim() and not isinstance(x, DTensor):
         return x
-    if not x.dim() and all(p.is_replicate() for p in x.placements):
+    if not x.dim() and is_replicated(x):
         return x._local
     raise _unsupported(f"{asked} of it and {type(x).__name__} of shape {tuple(x.shape)},", tiling)
 

@@ -341,15 +341,12 @@ def _for_local_batch(ours: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _equal(_: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return _compare(torch.equal, *args, **kwargs)
+def _compare(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """`torch.equal` or `torch.allclose`, also as a method."""
+    return _agree(getattr(torch, func.__name__), *args, **kwargs)
 
 
-def _allclose(_: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return _compare(torch.allclose, *args, **kwargs)
-
-
-def _compare(fn: Any, input: Any, other: Any, *options: Any, **named: Any) -> bool:
+def _agree(fn: Any, input: Any, other: Any, *options: Any, **named: Any) -> bool:
     """Whether two sharded tensors agree on every rank; `other` is resharded if need be."""
     for x in (input, other):
         if not isinstance(x, ShardedTensor):
@@ -391,9 +388,9 @@ functions.update(
         torch.Tensor.sum: _over_all(dispatch.summed),
         torch.mean: _over_all(dispatch.mean),
         torch.Tensor.mean: _over_all(dispatch.mean),
-        torch.equal: _equal,
-        torch.Tensor.equal: _equal,
-        torch.allclose: _allclose,
-        torch.Tensor.allclose: _allclose,
+        torch.equal: _compare,
+        torch.Tensor.equal: _compare,
+        torch.allclose: _compare,
+        torch.Tensor.allclose: _compare,
     }
 )

@@ -28,6 +28,7 @@ from shardwise.shard.spec import (
     local_of_shards,
     make_tiling,
     on_device,
+    shard_whole,
     shards_of,
 )
 from shardwise.simulation.ranks import each_rank, sized
@@ -153,8 +154,15 @@ class ToLocalShard(UntracedFunction):
 
 def sharded_like(x: Any, tiling: Tiling, kind: type[ShardedTensor]) -> ShardedTensor:
     """A gradient, perhaps a DTensor without a spec, in this tiling; differentiable."""
+    recorded = torch.is_grad_enabled() and x.requires_grad
+    if not isinstance(x, kind) and is_replicated(x) and not recorded:
+        return kind.over(shard_whole(tiling, x._local), tiling)  # nothing is sent
     sharded = with_spec(x, kind)
     return sharded if sharded._tiling is tiling else Reshard.apply(sharded, tiling)
+
+
+def is_replicated(x: Any) -> bool:
+    return all(p.is_replicate() for p in x._layout.placements)
 
 
 def with_spec(x: Any, kind: type[ShardedTensor]) -> ShardedTensor:
@@ -179,6 +187,8 @@ def with_spec(x: Any, kind: type[ShardedTensor]) -> ShardedTensor:
 
 
 class WithSpec(UntracedFunction):
+    """A DTensor in the tiling that its shards fit."""
+
     @staticmethod
     def forward(ctx: Any, x: Any, tiling: Tiling, kind: type[ShardedTensor]) -> ShardedTensor:
         ctx.tiling, ctx.kind = tiling, kind

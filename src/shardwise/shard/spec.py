@@ -500,13 +500,6 @@ class Tiling:
         """Uninitialised memory for a rank's local tensor."""
         return torch.empty(self.local_shape(rank), dtype=dtype, device=device)
 
-    def sliced(self, rank: int, whole: torch.Tensor) -> torch.Tensor:
-        """A rank's local tensor, copied out of the whole tensor."""
-        local = self.empty_local(rank, whole.dtype, self.device(rank))
-        for box, view in zip(self.on_rank(rank), self.box_views(rank, local), strict=True):
-            view.copy_(whole[box.box.slices])
-        return local
-
     def __deepcopy__(self, memo: Any) -> Tiling:
         return self  # one object per value
 
@@ -613,14 +606,17 @@ def home_grid(process_group: Any = None, device_type: str = "cpu") -> Grid:
     return grid_of(DeviceMesh.from_group(process_group, device_type))
 
 
-def shard_whole(whole: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+def shard_whole(tiling: Tiling, whole: torch.Tensor) -> torch.Tensor:
     """The local tensors of a tensor that every rank has whole."""
-    grid = tiling.grid
 
-    def here(place: Any, mine: torch.Tensor) -> torch.Tensor:
-        return tiling.sliced(grid.ranks[place[0]], mine)
+    def copied(place: Any, whole: torch.Tensor) -> torch.Tensor:
+        rank = tiling.grid.ranks[place[0]]
+        local = tiling.empty_local(rank, whole.dtype, tiling.device(rank))
+        for box, view in zip(tiling.on_rank(rank), tiling.box_views(rank, local), strict=True):
+            view.copy_(whole[box.box.slices])
+        return local
 
-    return each_rank(grid, here, localize(grid, whole))
+    return each_rank(tiling.grid, copied, localize(tiling.grid, whole))
 
 
 def shards_of(tiling: Tiling, local: torch.Tensor) -> torch.Tensor:

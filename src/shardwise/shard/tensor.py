@@ -428,7 +428,9 @@ class ShardedTensor(DTensor):
         return with_tiling(super()._deep_copied(memo), self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = packed(self._local.detach(), self._tiling)
+        tiling, grid = self._tiling, self._tiling.grid
+        spec, facts = encode_spec(listed_spec(tiling)), (tiling.shape, grid.device_type, grid.ranks)
+        state = pack_parts(self._local.detach()), spec, facts
         marks = (self.grad_reduction, self.requires_grad)
         return _unpickle, (state, marks, _lasting(self.__dict__))
 
@@ -444,19 +446,8 @@ def _lies_in(tiling: Tiling, layout: Layout, grad: Any) -> Any:
         is_dense = type(found) in (DTensor, ShardedTensor)
         return WithSpec.apply(found, tiling, ShardedTensor) if is_dense else moved
     if isinstance(grad, DTensor):
-        split = not all(p.is_replicate() for p in grad._layout.placements)
-        if split or (torch.is_grad_enabled() and grad.requires_grad):
-            return sharded_like(grad, tiling, ShardedTensor)
-        grad = grad._local
-    return ShardedTensor.over(shard_whole(grad, tiling), tiling)
-
-
-def _unpickle(state: Any, marks: Any, attributes: dict[str, Any]) -> ShardedTensor:
-    restored = ShardedTensor.over(*unpacked(*state))
-    restored.grad_reduction, requires_grad = marks
-    restored.__dict__.update(attributes)
-    restored.requires_grad_(requires_grad)
-    return restored
+        return sharded_like(grad, tiling, ShardedTensor)
+    return ShardedTensor.over(shard_whole(tiling, grad), tiling)
 
 
 #: Functions of torch with code of their own, and that code; filled by `functions`.
@@ -491,16 +482,8 @@ def load_with_process_group(process_group: Any) -> Iterator[Any]:
         _group.reset(token)
 
 
-def packed(local: torch.Tensor, tiling: Tiling) -> tuple[Any, Any, Any]:
-    """A sharded tensor as this process's local tensors and plain values."""
-    grid = tiling.grid
-    grid_facts = (tiling.shape, grid.device_type, grid.ranks)
-    return pack_parts(local), encode_spec(listed_spec(tiling)), grid_facts
-
-
-def unpacked(held: Any, spec: Any, meta: Any) -> tuple[torch.Tensor, Tiling]:
-    """The reverse, in the current world."""
-    shape, device_type, ranks = meta
+def _unpickle(state: Any, marks: Any, attributes: dict[str, Any]) -> ShardedTensor:
+    held, spec, (shape, device_type, ranks) = state
     check_saved_world(held, both=False)
     if dist.is_initialized():
         grid = home_grid(group_of_load(ranks, "The tensor"), device_type)
@@ -508,7 +491,10 @@ def unpacked(held: Any, spec: Any, meta: Any) -> tuple[torch.Tensor, Tiling]:
         grid = grid_like(device_type, (len(ranks),), tuple(ranks), None)
     tiling = make_tiling(decode_spec(spec), tuple(shape), grid)
     first = held[1] if held[0] == "real" else held[1][0]
-    return checked_local(held, tiling.layout(first.dtype)), tiling
+    restored = ShardedTensor.over(checked_local(held, tiling.layout(first.dtype)), tiling)
+    restored.grad_reduction, requires_grad = marks
+    restored.__dict__.update(attributes)
+    return restored.requires_grad_(requires_grad)
 
 
 def group_of_load(ranks: Sequence[int], what: str) -> Any:
