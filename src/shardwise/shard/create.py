@@ -26,8 +26,8 @@ from shardwise.shard.spec import (
     by_boxes,
     check_ranks,
     device_type_of,
+    group_grid,
     group_ranks,
-    home_grid,
     is_outside,
     make_tiling,
     outside_tiling,
@@ -66,14 +66,14 @@ def shard_tensor(
         check_grad_reduction(grad_reduction)
     except Exception as error:  # of any kind: the other ranks wait for this one
         problem = error
-    grid = home_grid(process_group)
+    grid = group_grid(process_group)
     request = describe_tensor("the tensor", tensor, sharding_spec)
     agree(grid, "shard_tensor", f"{request}\nsrc_rank={src_rank}", problem)
     return place_tensor(tensor, sharding_spec, src_rank, process_group, grad_reduction)
 
 
 def describe_tensor(name: str, tensor: Any, spec: Any) -> str:
-    """One line that is equal on all ranks exactly when they do the same."""
+    """What is sharded and how, as one line that the ranks compare."""
     shape = tuple(getattr(tensor, "shape", ()))
     return f"{name}: {shape} {getattr(tensor, 'dtype', type(tensor))} by {comparable(spec)}"
 
@@ -159,7 +159,7 @@ def _by_boxes(
     if tensor.is_meta:
         return _empty_like(tensor, spec, process_group)
     shape = tuple(tensor.shape)
-    grid = home_grid(process_group, device_type_of(spec, shape))
+    grid = group_grid(process_group, device_type_of(spec, shape))
     tiling = make_tiling(spec, shape, grid)
     whole = localize(grid, tensor.detach().to(grid.device_type))
     if src_rank is not None:
@@ -195,7 +195,7 @@ def init_from_local_shards(
     """
     check_torch_options("init_from_local_shards", init_rrefs=init_rrefs)
     shape = shape_of(global_size)
-    grid = home_grid(process_group)
+    grid = group_grid(process_group)
     what, shards = "init_from_local_shards", list(local_shards)
     told = gather_texts(grid, what, lambda rank: _as_text(shards, shape, rank, grid))
     everyones = [json.loads(text) for text in told]
@@ -212,7 +212,7 @@ def init_from_local_shards(
         )
     boxes = [ShardMetadata(*box) for every in everyones for box in every["boxes"]]
     spec = simplest_spec(boxes, shape)
-    tiling = make_tiling(spec, shape, home_grid(process_group, device_type_of(spec)))
+    tiling = make_tiling(spec, shape, group_grid(process_group, device_type_of(spec)))
     _, dtype_name, grad = kinds.pop()
     dtype = getattr(torch, dtype_name)
 
@@ -423,6 +423,6 @@ def _create(
         tiling = outside_tiling(spec, shape)
         local = no_values(tiling.grid, **options)
     else:
-        tiling = make_tiling(spec, shape, home_grid(process_group, device_type_of(spec, shape)))
+        tiling = make_tiling(spec, shape, group_grid(process_group, device_type_of(spec, shape)))
         local = each_rank(tiling.grid, here)
     return ShardedTensor.over(local, tiling).requires_grad_(requires_grad)

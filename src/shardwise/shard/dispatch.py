@@ -59,7 +59,7 @@ def dispatch(
     if any(isinstance(x, kind) and not x._tiling.natural for x in leaves):
         if any(map(is_unbacked, leaves)):
             return dispatch_unbacked(kind, func, args, kwargs)
-        leaves = [_cut_like(first, leaf) for leaf in leaves]
+        leaves = [_shard_if_replicated(first, leaf) for leaf in leaves]
         _check_any_order(func, first, leaves, args)
     plain: dict[int, ShardedTensor] = {}
     for place, leaf in enumerate(leaves):
@@ -85,7 +85,7 @@ _OVER_ALL = {
 }
 
 
-def _cut_like(first: ShardedTensor, x: Any) -> Any:
+def _shard_if_replicated(first: ShardedTensor, x: Any) -> Any:
     """A replicated DTensor, such as the gradient of a sum, sharded like `first`."""
     if type(x) is DTensor and x.shape == first.shape and is_replicated(x):
         return sharded_like(x, first._tiling, type(first))
@@ -185,7 +185,7 @@ def _draw(op: Any, x: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 #: Elementwise ops that torch does not tag as pointwise.
-_EACH_VALUE = {
+_ELEMENTWISE = {
     aten.alias.default,
     aten.clone.default,
     aten.copy_.default,
@@ -207,7 +207,7 @@ _EACH_VALUE = {
 
 @functools.lru_cache(maxsize=1024)
 def is_elementwise(op: Any) -> bool:
-    return op in _EACH_VALUE or torch.Tag.pointwise in getattr(op, "tags", ())
+    return op in _ELEMENTWISE or torch.Tag.pointwise in getattr(op, "tags", ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,12 +275,12 @@ def unflattened(kind: type[ShardedTensor], inner: Any, context: Any, shape: Any)
     *parts, extent = inner.values()
     local = from_parts(parts, roster)
     if type(extent) is not torch.Tensor:
-        return over(kind, local, UnbackedTiling(known, tuple(shape), extent), context)
+        return make_unbacked(kind, local, UnbackedTiling(known, tuple(shape), extent), context)
     tiling = make_tiling(known.spec, tuple(map(int, shape)), known.grid)
     return kind.over(local_of_shards(tiling, local), tiling, like=context)
 
 
-def over(
+def make_unbacked(
     kind: type[ShardedTensor], local: torch.Tensor, tiling: UnbackedTiling, like: Any
 ) -> ShardedTensor:
     """An unbacked tensor out of the ranks' shards; `like` has its grad_reduction."""
@@ -299,7 +299,7 @@ def as_tangent(x: Any, kind: type[ShardedTensor], context: Any) -> ShardedTensor
     if context.flat.roster is not None:
         shards = shards.held_like(context.flat.roster)
     extent = new_extent(shards, tiling.shape[0])
-    return over(kind, shards, UnbackedTiling(known, tiling.shape, extent), context)
+    return make_unbacked(kind, shards, UnbackedTiling(known, tiling.shape, extent), context)
 
 
 def dispatch_unbacked(
@@ -311,14 +311,16 @@ def dispatch_unbacked(
     tags = getattr(func, "tags", ())
     if not is_elementwise(func) or torch.Tag.nondeterministic_seeded in tags:
         raise _unsupported(func, first._tiling)
-    locals_ = [x if not isinstance(x, torch.Tensor) else local_of(x, first, func) for x in leaves]
+    locals_ = [
+        x if not isinstance(x, torch.Tensor) else matching_local(x, first, func) for x in leaves
+    ]
     new_args, new_kwargs = tree_unflatten(locals_, tree)
     result = func(*new_args, **new_kwargs)
     if func._schema.is_mutable:
         return args[0]
 
     return tree_map_only(
-        torch.Tensor, lambda local: over(kind, local, first._tiling, first), result
+        torch.Tensor, lambda local: make_unbacked(kind, local, first._tiling, first), result
     )
 
 
@@ -326,7 +328,7 @@ def is_unbacked(x: Any) -> bool:
     return type(getattr(x, "_tiling", None)) is UnbackedTiling
 
 
-def local_of(x: Any, like: Any, asked: Any) -> torch.Tensor:
+def matching_local(x: Any, like: Any, asked: Any) -> torch.Tensor:
     """The local tensor of an operand that is laid out like `like`, or of a scalar."""
     tiling: UnbackedTiling = like._tiling
     if is_unbacked(x) and x._tiling.known == tiling.known:
@@ -347,16 +349,16 @@ class UnbackedToLocal(UntracedFunction):
         local: Any = x._local.detach()
         shapes = [tuple(part.shape) for part in parts_of(local)]
         if any(shape != shapes[0] for shape in shapes[1:]):
-            raise UnsupportedError(one_size(f"local_tensor() of {x.sharding_spec()}"))
+            raise UnsupportedError(size_mismatch_text(f"local_tensor() of {x.sharding_spec()}"))
         return sized(local)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x = ctx.like
-        return over(type(x), localize(x._tiling.grid, grad), x._tiling, x)
+        return make_unbacked(type(x), localize(x._tiling.grid, grad), x._tiling, x)
 
 
-def one_size(asked: str) -> str:
+def size_mismatch_text(asked: str) -> str:
     """The error text for sizes that differ between simulated ranks in compiled code."""
     return (
         f"{asked}, of another size on each simulated rank, in compiled code: one graph cannot have "
@@ -378,8 +380,9 @@ class UnbackedSum(UntracedFunction):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         x = ctx.like
-        value = local_of(grad, x, "The gradient of a sum")
-        return over(type(x), torch.ones_like(x._local) * value.to(x.dtype), x._tiling, x), None
+        value = matching_local(grad, x, "The gradient of a sum")
+        spread = torch.ones_like(x._local) * value.to(x.dtype)
+        return make_unbacked(type(x), spread, x._tiling, x), None
 
 
 def summed(x: ShardedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:

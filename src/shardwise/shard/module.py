@@ -36,8 +36,8 @@ from shardwise.shard.spec import (
     EnumerableShardingSpec,
     ShardingSpec,
     device_type_of,
+    group_grid,
     group_ranks,
-    home_grid,
     is_outside,
 )
 from shardwise.shard.tensor import ShardedTensor, group_of_load
@@ -112,7 +112,7 @@ def shard_module(
     except Exception as error:  # of any kind: the other ranks wait for this one
         problem = error
     try:
-        grid = home_grid(process_group)
+        grid = group_grid(process_group)
     except WorldError as error:
         raise problem or error from None
     request = [
@@ -185,7 +185,7 @@ def _check(module: nn.Module, plan: ShardingPlan, src_rank: int | None, process_
 
 
 def _described(module: nn.Module, plan: Any) -> list[str]:
-    """The plan as lines that are equal on all ranks exactly when the ranks do the same."""
+    """The plan as lines that the ranks compare."""
     lines = []
     entries = getattr(plan, "plan", None)
     for path, entry in entries.items() if isinstance(entries, Mapping) else ():
@@ -225,7 +225,7 @@ def _apply(
         if isinstance(entry, Sharder):
             before = find_module(module, path)
             make = functools.partial(_sharded_by, entry, before, path)
-            replaced[path] = _agreed_by_all(home_grid(process_group), path, make)
+            replaced[path] = _agreed_by_all(group_grid(process_group), path, make)
     for whole, sharded in made.values():
         for owner, name in owners_of(module, whole):
             owner[name] = sharded

@@ -23,8 +23,8 @@ from shardwise.shard.spec import (
     RankDevice,
     ShardMetadata,
     Tiling,
+    group_grid,
     group_ranks,
-    home_grid,
     local_of_shards,
     make_tiling,
     on_device,
@@ -263,5 +263,5 @@ def _tiling_on(x: ShardedTensor, device: torch.device, process_group: Any) -> Ti
         return tiling
     # Ranks may name different device indices; they agree on the device type.
     spec = on_device(tiling, torch.device(device.type))
-    grid = home_grid(process_group or x.process_group, device.type)
+    grid = group_grid(process_group or x.process_group, device.type)
     return make_tiling(spec, tiling.shape, grid)

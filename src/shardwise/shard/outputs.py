@@ -37,10 +37,10 @@ from shardwise.shard.dispatch import (
     UnbackedSpec,
     UnbackedTiling,
     has_one_shard,
-    local_of,
+    make_unbacked,
+    matching_local,
     new_extent,
-    one_size,
-    over,
+    size_mismatch_text,
 )
 from shardwise.shard.functions import ScaleGradient, in_own_loss
 from shardwise.shard.moves import with_spec
@@ -51,7 +51,7 @@ from shardwise.shard.spec import (
     decode_spec,
     device_type_of,
     encode_spec,
-    home_grid,
+    group_grid,
     make_tiling,
 )
 from shardwise.shard.table_lookup import INSTEAD, WHAT
@@ -89,7 +89,7 @@ def lay_out(output: Any, plan: OutputPlan, process_group: Any, text: str) -> Any
     if torch.compiler.is_dynamo_compiling():
         return torch.ops.shardwise.lay_out(output, text)
     if plan.spec is not None and not isinstance(output, DTensor):
-        grid = home_grid(process_group, device_type_of(plan.spec))
+        grid = group_grid(process_group, device_type_of(plan.spec))
         output = joined(output, grid, plan.grad_reduction)
     return place_output(output, plan)
 
@@ -154,7 +154,7 @@ def output_text(plan: OutputPlan, process_group: Any) -> str:
     spec, grid = None, None
     if plan.spec is not None:
         spec = encode_spec(plan.spec)
-        grid = encode_grid(home_grid(process_group, device_type_of(plan.spec)))
+        grid = encode_grid(group_grid(process_group, device_type_of(plan.spec)))
     options = (plan.where, spec, plan.local, plan.grad_reduction)
     return json.dumps({"code": source_digest(), "options": options, "grid": grid})
 
@@ -217,7 +217,7 @@ def _check_one_size(known: Output, own: Sequence[Sequence[Size]]) -> None:
         first, *others = _shard_shapes(known, own)
         if any(list(shape) != list(first) for shape in others):
             asked = f"The output of {known.plan.where!r} as local tensors of {known.spec}"
-            raise UnsupportedError(one_size(asked))
+            raise UnsupportedError(size_mismatch_text(asked))
 
 
 class _Sharded(UntracedFunction):
@@ -231,13 +231,13 @@ class _Sharded(UntracedFunction):
         first, *_ = part_per_rank(grid, extent)
         local = one_tensor(grid, part_per_rank(grid, shard.detach()), sized=False)
         tiling = UnbackedTiling(UnbackedSpec(known.spec, grid), (first.shape[0], *row), first)
-        ctx.made = over(ShardedTensor, local, tiling, known.plan)
+        ctx.made = make_unbacked(ShardedTensor, local, tiling, known.plan)
         return ctx.made
 
     @staticmethod
     @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: Any) -> Any:
-        return sized(local_of(grad, ctx.made, "A gradient")), None, None, None
+        return sized(matching_local(grad, ctx.made, "A gradient")), None, None, None
 
 
 def _run(known: Output, own: torch.Tensor) -> list[torch.Tensor]:

@@ -153,11 +153,11 @@ def _linear(
     weight: torch.Tensor, boxes: tuple[ShardMetadata, ...], by_columns: bool
 ) -> tuple[UnitTraffic, ...]:
     (num_outputs, num_inputs), item = weight.shape, weight.element_size()
-    there = UnitTraffic("all_gather", num_inputs * item, "row of this rank")
+    inputs = UnitTraffic("all_gather", num_inputs * item, "row of this rank")
     if by_columns:
-        return there, UnitTraffic("reduce_scatter", num_outputs * item, "row of all ranks")
+        return inputs, UnitTraffic("reduce_scatter", num_outputs * item, "row of all ranks")
     outputs = max(box.shard_sizes[0] for box in boxes)
-    return there, UnitTraffic("all_to_all", outputs * item, "row of all ranks")
+    return inputs, UnitTraffic("all_to_all", outputs * item, "row of all ranks")
 
 
 def _lookup(

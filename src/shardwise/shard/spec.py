@@ -594,7 +594,7 @@ def outside_tiling(spec: ShardingSpec, shape: Shape) -> Tiling:
     return make_tiling(spec, shape, grid_of(mesh))
 
 
-def home_grid(process_group: Any = None, device_type: str = "cpu") -> Grid:
+def group_grid(process_group: Any = None, device_type: str = "cpu") -> Grid:
     """A process group as a mesh of one axis, ranks in the group's order; equal groups share one."""
     ranks = group_ranks(process_group)
     world = current_world()

@@ -68,8 +68,8 @@ from shardwise.shard.spec import (
     decode_spec,
     device_type_of,
     encode_spec,
+    group_grid,
     group_ranks,
-    home_grid,
     listed_spec,
     make_tiling,
     natural_spec,
@@ -486,7 +486,7 @@ def _unpickle(state: Any, marks: Any, attributes: dict[str, Any]) -> ShardedTens
     held, spec, (shape, device_type, ranks) = state
     check_saved_world(held, both=False)
     if dist.is_initialized():
-        grid = home_grid(group_of_load(ranks, "The tensor"), device_type)
+        grid = group_grid(group_of_load(ranks, "The tensor"), device_type)
     else:
         grid = grid_like(device_type, (len(ranks),), tuple(ranks), None)
     tiling = make_tiling(decode_spec(spec), tuple(shape), grid)
