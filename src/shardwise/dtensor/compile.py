@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch.dispatch import (
     TorchDispatchMode,
@@ -32,19 +31,12 @@ from shardwise._torch.dispatch import (
     return_and_correct_aliasing,
     without_torch_function,
 )
-from shardwise.core.encode import (
-    decode_mesh,
-    decode_placements,
-    encode_mesh,
-    encode_placements,
-    source_digest,
-)
+from shardwise.core.encode import decode_mesh, decode_placements, source_digest
 from shardwise.core.layout import Layout, make_layout
-from shardwise.core.mesh import Coordinate, Grid, current_mesh
+from shardwise.core.mesh import Coordinate, Grid
 from shardwise.core.placements import Placement, Shard
 from shardwise.core.sizes import splits_evenly, statically_equal
 from shardwise.core.world import world_caches
-from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.simulation.ranks import from_parts, parts_of, rank_values, roster_of
 from shardwise.simulation.roster import Roster
 
@@ -245,62 +237,36 @@ def stable_hash(local: Any, layout: Layout, requires_grad: bool) -> str:
     )
 
 
-# -- conversions as ops ----------------------------------------------------------------------
+# -- conversions and factories as ops --------------------------------------------------------
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
-_library.define(
-    "from_local(Tensor local, str mesh, int[]? placements, SymInt[]? shape, SymInt[]? stride, "
-    "int[]? grad_placements) -> Tensor"
-)
-_library.define(
-    "redistribute(Tensor x, int[] placements, int[]? order, ScalarType? forward_dtype, "
-    "ScalarType? backward_dtype) -> Tensor"
-)
-_library.define("to_local(Tensor x, int[]? grad_placements) -> Tensor")
-_library.define("from_uneven(Tensor local, str mesh, int[] placements) -> Tensor")
-_library.define(
-    "create(SymInt[] size, Scalar? value, str mesh, int[]? placements, ScalarType? dtype) -> Tensor"
-)
-_library.define("distribute(Tensor x, str mesh, int[]? placements, int? source) -> Tensor")
+#: How the arguments of these names are decoded.
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "mesh": decode_mesh,
+    "placements": decode_placements,
+    "grad_placements": decode_placements,
+}
 
 
-def traced_from_local(
-    local: torch.Tensor,
-    mesh: str,
-    placements: Sequence[Placement] | None,
-    run_check: bool,
-    shape: Sequence[int] | None,
-    stride: Sequence[int] | None,
-    grad_placements: Sequence[Placement] | None,
-) -> Any:
-    """`DTensor.from_local` as an op."""
-    if run_check:
-        raise UnsupportedError(
-            "from_local(run_check=True) in compiled code: local tensors are compared in "
-            "Python. Check outside torch.compile, and leave run_check out inside."
-        )
-    return torch.ops.shardwise.from_local(
-        local,
-        mesh,
-        encode_placements(placements),
-        shape,
-        stride,
-        encode_placements(grad_placements),
-    )
+def define(schema: str, fn: Callable[..., Any]) -> None:
+    """Define an op of `torch.ops.shardwise`: `fn`, called by keyword with the decoded arguments.
+
+    It is hidden from torch.export, which knows no tensor that is made inside.
+    """
+    _library.define(schema)
+    name = schema.partition("(")[0]
+    names = [a.name for a in getattr(torch.ops.shardwise, name).default._schema.arguments]
+
+    def run(*args: Any) -> Any:
+        given = zip(names, args, strict=True)
+        with without_torch_function():
+            return fn(**{name: _DECODERS.get(name, _as_it_is)(value) for name, value in given})
+
+    _library.impl(name, run, "CompositeImplicitAutograd")
 
 
-def traced_from_uneven(local: torch.Tensor, mesh: str, placements: Any) -> Any:
-    """The function that `install_from_uneven` was given, as an op."""
-    return torch.ops.shardwise.from_uneven(local, mesh, encode_placements(placements))
-
-
-def install_from_uneven(from_uneven: Callable[[torch.Tensor, Any, list[Placement]], Any]) -> None:
-    """Implement the op `from_uneven` with this function."""
-
-    def run(local: torch.Tensor, mesh: str, placements: Any) -> Any:
-        return from_uneven(local, decode_mesh(mesh), decode_placements(placements) or [])
-
-    _library.impl("from_uneven", unwatched(run), "CompositeImplicitAutograd")
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def is_traced() -> bool:
@@ -313,64 +279,12 @@ def is_exported() -> bool:
     return torch.compiler.is_exporting() and is_function_mode_enabled()
 
 
-def unwatched(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, hidden from torch.export, which knows no tensor that is made inside."""
+def is_traceable(requires_grad: bool, generator: torch.Generator | None = None) -> bool:
+    """Whether the program is traced and such a factory call can be traced.
 
-    def run(*args: Any) -> Any:
-        with without_torch_function():
-            return fn(*args)
-
-    return run
-
-
-def exported_redistribute(
-    x: torch.Tensor,
-    placements: Sequence[Placement],
-    order: Sequence[int] | None = None,
-    forward_dtype: torch.dtype | None = None,
-    backward_dtype: torch.dtype | None = None,
-) -> Any:
-    """`x.redistribute(...)` as an op."""
-    return torch.ops.shardwise.redistribute(
-        x, encode_placements(placements), order, forward_dtype, backward_dtype
-    )
-
-
-def exported_to_local(x: torch.Tensor, grad_placements: Sequence[Placement] | None) -> Any:
-    """`x.to_local(...)` as an op."""
-    return torch.ops.shardwise.to_local(x, encode_placements(grad_placements))
-
-
-def install(from_local: Any, redistribute: Any, to_local: Any) -> None:
-    """Implement the ops with these functions."""
-
-    def run(
-        local: torch.Tensor, mesh: str, placements: Any, shape: Any, stride: Any, grad: Any
-    ) -> Any:
-        return from_local(
-            local,
-            decode_mesh(mesh),
-            decode_placements(placements),
-            shape=shape,
-            stride=stride,
-            grad_placements=decode_placements(grad),
-        )
-
-    def move(x: Any, placements: Any, order: Any, forward_dtype: Any, backward_dtype: Any) -> Any:
-        return redistribute(
-            x,
-            placements=decode_placements(placements),
-            order=order,
-            forward_dtype=forward_dtype,
-            backward_dtype=backward_dtype,
-        )
-
-    def run_to_local(x: Any, grad_placements: Any) -> Any:
-        return to_local(x, grad_placements=decode_placements(grad_placements))
-
-    _library.impl("from_local", unwatched(run), "CompositeImplicitAutograd")
-    _library.impl("redistribute", unwatched(move), "CompositeImplicitAutograd")
-    _library.impl("to_local", unwatched(run_to_local), "CompositeImplicitAutograd")
+    As with plain tensors, neither leaves that require grad nor generators can.
+    """
+    return is_traced() and not requires_grad and generator is None
 
 
 # -- views that enter a compiled region ------------------------------------------------------
@@ -426,64 +340,3 @@ def _traced_layout(view: Any, parts: list[torch.Tensor]) -> Layout:
         if len(theirs) == len(parts) and all(map(operator.is_, theirs, parts)):
             return made._layout
     return view._layout
-
-
-# -- factories as ops ------------------------------------------------------------------------
-
-
-def is_traceable(requires_grad: bool, generator: torch.Generator | None = None) -> bool:
-    """Whether the program is traced and such a factory call can be traced.
-
-    As with plain tensors, neither leaves that require grad nor generators can.
-    """
-    return is_traced() and not requires_grad and generator is None
-
-
-def traced_create(
-    size: Sequence[Any],
-    value: Any,
-    dtype: torch.dtype | None,
-    layout: torch.layout,
-    mesh: DeviceMesh | None,
-    placements: Sequence[Placement] | None,
-) -> Any:
-    """A tensor filled with `value`, or an empty one if that is None; draws then write to it."""
-    if layout is not torch.strided:
-        raise ArgumentError(f"A DTensor is strided, but layout={layout} was given.")
-    encoded = encode_mesh(mesh if mesh is not None else current_mesh())
-    return torch.ops.shardwise.create(size, value, encoded, encode_placements(placements), dtype)
-
-
-def traced_distribute(
-    tensor: torch.Tensor,
-    mesh: DeviceMesh | None,
-    placements: Sequence[Placement] | None,
-    source: int | None,
-) -> Any:
-    """`distribute_tensor` of a tensor that needs no gradient."""
-    encoded = encode_mesh(mesh if mesh is not None else current_mesh())
-    return torch.ops.shardwise.distribute(tensor, encoded, encode_placements(placements), source)
-
-
-def install_factories(create: Callable[..., Any], distribute: Callable[..., Any]) -> None:
-    """Implement the ops with these functions.
-
-    They are called as `create(size, value, device_mesh=, placements=, dtype=)` and
-    `distribute(tensor, mesh, placements, src_data_rank=)`.
-    """
-
-    def run_create(size: Any, value: Any, mesh: str, placements: Any, dtype: Any) -> Any:
-        options = {
-            "device_mesh": decode_mesh(mesh),
-            "placements": decode_placements(placements),
-            "dtype": dtype,
-        }
-        return create(size, value, **options)
-
-    def run_distribute(tensor: Any, mesh: str, placements: Any, source: Any) -> Any:
-        return distribute(
-            tensor, decode_mesh(mesh), decode_placements(placements), src_data_rank=source
-        )
-
-    _library.impl("create", unwatched(run_create), "CompositeImplicitAutograd")
-    _library.impl("distribute", unwatched(run_distribute), "CompositeImplicitAutograd")

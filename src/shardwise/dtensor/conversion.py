@@ -228,6 +228,13 @@ def check_fits(local: torch.Tensor, layout: Layout) -> None:
             )
 
 
+def refuse_traced_check() -> NoReturn:
+    raise UnsupportedError(
+        "from_local(run_check=True) in compiled code: local tensors are compared in "
+        "Python. Check outside torch.compile, and leave run_check out inside."
+    )
+
+
 def check_all_ranks(
     local: torch.Tensor,
     grid: Grid,

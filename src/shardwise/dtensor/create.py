@@ -15,18 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise._torch.autograd import current_transform, outside_transforms
 from shardwise.comm import collectives
 from shardwise.comm.watch import because, watch
+from shardwise.core.encode import encode_mesh, encode_placements
 from shardwise.core.layout import Layout, contiguous_stride, make_layout, normalize
 from shardwise.core.mesh import Grid, current_mesh, grid_of
 from shardwise.core.placements import REPLICATE, Placement, Replicate, Shard, short
 from shardwise.core.untraced import breaks_graph
 from shardwise.dtensor.autograd import refuse_hooks, refuse_transformed
-from shardwise.dtensor.compile import (
-    install_factories,
-    is_traceable,
-    is_traced,
-    traced_create,
-    traced_distribute,
-)
+from shardwise.dtensor.compile import define, is_traceable, is_traced
 from shardwise.dtensor.conversion import check_plain_part, own_stride
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, LeafError, UnsupportedError
@@ -68,7 +63,9 @@ def distribute_tensor(
                 "DTensor.from_local(x, mesh, [Replicate()]) and redistribute() take what each rank "
                 "holds, and stay differentiable."
             )
-        return traced_distribute(tensor, device_mesh, placements, src_data_rank)
+        mesh = encode_mesh(device_mesh if device_mesh is not None else current_mesh())
+        placed = encode_placements(placements)
+        return torch.ops.shardwise.distribute(tensor, mesh, placed, src_data_rank)
     grid = grid_of(device_mesh if device_mesh is not None else current_mesh())
     if isinstance(tensor, DTensor):
         return _already_there(tensor, grid, placements)
@@ -235,7 +232,7 @@ def zeros(
     Without a mesh it lies on the current one (`with mesh:`); without placements it is replicated.
     """
     if is_traceable(requires_grad):
-        return traced_create(shape_of(size), 0.0, dtype, layout, device_mesh, placements)
+        return _traced_create(shape_of(size), 0.0, dtype, layout, device_mesh, placements)
     return _create(torch.zeros, size, (), dtype, layout, requires_grad, device_mesh, placements)
 
 
@@ -249,7 +246,7 @@ def ones(
 ) -> DTensor:
     """A DTensor of ones; options as for `zeros`."""
     if is_traceable(requires_grad):
-        return traced_create(shape_of(size), 1.0, dtype, layout, device_mesh, placements)
+        return _traced_create(shape_of(size), 1.0, dtype, layout, device_mesh, placements)
     return _create(torch.ones, size, (), dtype, layout, requires_grad, device_mesh, placements)
 
 
@@ -263,7 +260,7 @@ def empty(
 ) -> DTensor:
     """A DTensor without values of its own; options as for `zeros`."""
     if is_traceable(requires_grad):
-        return traced_create(shape_of(size), None, dtype, layout, device_mesh, placements)
+        return _traced_create(shape_of(size), None, dtype, layout, device_mesh, placements)
     return _create(torch.empty, size, (), dtype, layout, requires_grad, device_mesh, placements)
 
 
@@ -279,7 +276,7 @@ def full(
 ) -> DTensor:
     """A DTensor filled with one number; options as for `zeros`."""
     if is_traceable(requires_grad):
-        return traced_create(shape_of((size,)), fill_value, dtype, layout, device_mesh, placements)
+        return _traced_create(shape_of((size,)), fill_value, dtype, layout, device_mesh, placements)
     return _create(
         torch.full, (size,), (fill_value,), dtype, layout, requires_grad, device_mesh, placements
     )
@@ -299,7 +296,7 @@ def rand(
     Options as for `zeros`, and `generator`.
     """
     if is_traceable(requires_grad, generator):
-        new = traced_create(shape_of(size), None, dtype, layout, device_mesh, placements)
+        new = _traced_create(shape_of(size), None, dtype, layout, device_mesh, placements)
         return new.uniform_()
     options = size, dtype, layout, requires_grad, device_mesh, placements
     return _draw_by(aten.uniform_.default, (), generator, *options)
@@ -316,7 +313,7 @@ def randn(
 ) -> DTensor:
     """Normal random numbers, the ones that one device would draw; options as for `rand`."""
     if is_traceable(requires_grad, generator):
-        new = traced_create(shape_of(size), None, dtype, layout, device_mesh, placements)
+        new = _traced_create(shape_of(size), None, dtype, layout, device_mesh, placements)
         return new.normal_()
     options = size, dtype, layout, requires_grad, device_mesh, placements
     return _draw_by(aten.normal_.default, (), generator, *options)
@@ -337,7 +334,7 @@ def randint(
     """Random integers from `low` up to, but not including, `high`; options as for `rand`."""
     dtype = dtype or torch.int64
     if is_traceable(requires_grad, generator):
-        new = traced_create(shape_of((size,)), None, dtype, layout, device_mesh, placements)
+        new = _traced_create(shape_of((size,)), None, dtype, layout, device_mesh, placements)
         return torch.randint_like(new, low, high)  # type: ignore[return-value]
     options = (size,), dtype, layout, requires_grad, device_mesh, placements
     return _draw_by(getattr(aten.random_, "from"), (low, high), generator, *options)
@@ -359,7 +356,7 @@ def randperm(
     """
     dtype = dtype or torch.int64
     if is_traceable(requires_grad, generator):
-        new = traced_create((n,), None, dtype, layout, device_mesh, placements)
+        new = _traced_create((n,), None, dtype, layout, device_mesh, placements)
         order = torch.randperm(n, dtype=new.dtype, device=new.device)
         whole = DTensor.from_local(order, new.device_mesh, [REPLICATE] * new.device_mesh.ndim)
         return whole.redistribute(placements=new.placements)
@@ -397,6 +394,20 @@ def _layout_for(
         raise LayoutError(f"A new tensor cannot be {short(normal)}: shard or replicate it.")
     dtype = dtype or torch.get_default_dtype()
     return grid, make_layout(grid, normal, shape, contiguous_stride(shape), dtype)
+
+
+def _traced_create(
+    size: Sequence[Any],
+    value: Any,
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+) -> Any:
+    """A tensor filled with `value`, or an empty one if that is None; draws then write to it."""
+    _check_strided(layout)
+    mesh = encode_mesh(device_mesh if device_mesh is not None else current_mesh())
+    return torch.ops.shardwise.create(size, value, mesh, encode_placements(placements), dtype)
 
 
 @breaks_graph
@@ -451,10 +462,19 @@ def _draw(
     return DTensor._wrap(held, new).requires_grad_(requires_grad)
 
 
-def _created(size: Sequence[int], value: Any, **options: Any) -> DTensor:
-    if value is None:
-        return _create(torch.empty, (size,), (), **options)
-    return _create(torch.full, (size,), (value,), **options)
+def _created(size: Sequence[int], value: Any, mesh: DeviceMesh, **options: Any) -> DTensor:
+    make, values = (torch.empty, ()) if value is None else (torch.full, (value,))
+    return _create(make, (size,), values, device_mesh=mesh, **options)
 
 
-install_factories(_created, distribute_tensor)
+define(
+    "create(SymInt[] size, Scalar? value, str mesh, int[]? placements, ScalarType? dtype)"
+    " -> Tensor",
+    _created,
+)
+define(
+    "distribute(Tensor x, str mesh, int[]? placements, int? source) -> Tensor",
+    lambda x, mesh, placements, source: distribute_tensor(
+        x, mesh, placements, src_data_rank=source
+    ),
+)

@@ -10,12 +10,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch.functions import tree_flatten, tree_unflatten
-from shardwise.core.encode import encode_mesh
+from shardwise.core.encode import encode_mesh, encode_placements
 from shardwise.core.layout import Layout, normalize
 from shardwise.core.mesh import Grid, grid_of
 from shardwise.core.placements import Placement, Shard, short
 from shardwise.core.sizes import Size, lengths
-from shardwise.dtensor.compile import install_from_uneven, is_traced, traced_from_uneven
+from shardwise.dtensor.compile import define, is_traced
 from shardwise.dtensor.conversion import all_metas
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
@@ -179,7 +179,8 @@ def _distributed(func: Any, result: Any, out_placements: Any, mesh: DeviceMesh, 
 def _from_uneven(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """The DTensor of shards whose shapes may differ: the ranks exchange their shapes."""
     if is_traced() and is_per_rank(local):
-        return traced_from_uneven(local, encode_mesh(mesh), placements)
+        placed = encode_placements(placements)
+        return torch.ops.shardwise.from_uneven(local, encode_mesh(mesh), placed)
     rows = [meta.shape for meta in all_metas(local, grid_of(mesh), "local_map")]
     return _from_shapes(local, mesh, placements, rows)
 
@@ -190,7 +191,7 @@ def _from_present(local: Any, mesh: DeviceMesh, placements: Sequence[Placement])
     return _from_shapes(local, mesh, placements, [shapes[at] for at in grid_of(mesh).places])
 
 
-install_from_uneven(_from_present)
+define("from_uneven(Tensor local, str mesh, int[] placements) -> Tensor", _from_present)
 
 
 def _from_shapes(

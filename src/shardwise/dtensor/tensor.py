@@ -35,7 +35,7 @@ from shardwise._torch.autograd import (
 )
 from shardwise._torch.dispatch import ABOVE_AUTOGRAD, make_wrapper, no_torch_function, undispatched
 from shardwise.comm.collectives import Pending
-from shardwise.core.encode import encode_mesh
+from shardwise.core.encode import encode_mesh, encode_placements
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.mesh import current_mesh, grid_of
 from shardwise.core.placements import REPLICATE, Placement, short
@@ -53,14 +53,11 @@ from shardwise.dtensor.autograd import (
 )
 from shardwise.dtensor.compile import (
     FlatContext,
-    exported_redistribute,
-    exported_to_local,
+    define,
     flattened,
-    install,
     is_exported,
     plain_parts,
     stable_hash,
-    traced_from_local,
 )
 from shardwise.dtensor.conversion import (
     as_numpy,
@@ -83,6 +80,7 @@ from shardwise.dtensor.plan_call import FALSE, TRUE, Miss, add_argument
 from shardwise.errors import ArgumentError, LayoutError, LeafError, MixedTensorsError
 from shardwise.simulation.ranks import held_like, localize, sized_copy, unsized
 
+_ops: Any = torch.ops.shardwise
 _strided = torch.strided
 _item = torch.Tensor.__getitem__
 _matmul: Any = torch.Tensor.__matmul__
@@ -421,15 +419,10 @@ class DTensor(Wrapped):
         mesh = device_mesh if device_mesh is not None else current_mesh()
         # The compiler places waits itself, so async_op is ignored.
         if is_dynamo_compiling() or (is_exporting() and is_exported()):
-            return traced_from_local(
-                local_tensor,
-                encode_mesh(mesh),
-                placements,
-                run_check,
-                shape,
-                stride,
-                grad_placements,
-            )
+            if run_check:
+                conversion.refuse_traced_check()
+            placed, grads = encode_placements(placements), encode_placements(grad_placements)
+            return _ops.from_local(local_tensor, encode_mesh(mesh), placed, shape, stride, grads)
         grid = grid_of(mesh)
         if type(local_tensor) is not _Tensor or local_tensor.layout is not _strided:
             conversion.check_plain_part(local_tensor, "from_local(local_tensor, ...)")
@@ -465,7 +458,7 @@ class DTensor(Wrapped):
         tensor, with Replicate for Partial.
         """
         if is_exporting() and is_exported():
-            return exported_to_local(self, grad_placements)
+            return _ops.to_local(self, encode_placements(grad_placements))
         layout = self._layout
         if layout.snapshot:
             snapshots.current(self)
@@ -508,7 +501,8 @@ class DTensor(Wrapped):
         if placements is None:
             raise ArgumentError("redistribute() needs placements, one per mesh axis.")
         if is_exporting() and is_exported():
-            return exported_redistribute(self, placements, order, forward_dtype, backward_dtype)
+            placed = encode_placements(placements)
+            return _ops.redistribute(self, placed, order, forward_dtype, backward_dtype)
         target = autograd.placed(layout, placements, order)
         if forward_dtype is None and backward_dtype is None:
             return autograd.redistribute(self, target, async_op)
@@ -650,7 +644,20 @@ class DTensor(Wrapped):
         return _unpickle, (*state, self.requires_grad, _lasting(self.__dict__))
 
 
-install(DTensor.from_local, DTensor.redistribute, DTensor.to_local)
+define(
+    "from_local(Tensor local, str mesh, int[]? placements, SymInt[]? shape, SymInt[]? stride, "
+    "int[]? grad_placements) -> Tensor",
+    lambda local, mesh, **options: DTensor.from_local(local, mesh, **options),
+)
+define(
+    "redistribute(Tensor x, int[] placements, int[]? order, ScalarType? forward_dtype, "
+    "ScalarType? backward_dtype) -> Tensor",
+    lambda x, **options: x.redistribute(**options),
+)
+define(
+    "to_local(Tensor x, int[]? grad_placements) -> Tensor",
+    lambda x, grad_placements: x.to_local(grad_placements=grad_placements),
+)
 
 
 @untraced
