@@ -19,7 +19,7 @@ from shardwise.core.layout import (
     normalize,
 )
 from shardwise.core.mesh import Grid, grid_like
-from shardwise.core.placements import Placement, Shard, short
+from shardwise.core.placements import REPLICATE, Placement, Shard, short
 from shardwise.core.sizes import Size
 from shardwise.core.untraced import UntracedFunction
 from shardwise.core.world import world_caches
@@ -50,6 +50,7 @@ def local_layout(
     stride: Sequence[int] | None,
 ) -> Layout:
     """The layout of the global tensor with `local` as its shards, checked against their shapes."""
+    key: Any = None
     if shape is None and stride is None and placements is not None and not is_per_rank(local):
         # The common case: one dictionary lookup.
         key = (
@@ -62,40 +63,31 @@ def local_layout(
         try:
             found = _known.get(key)
         except TypeError:  # a symbolic size has no hash
-            return _fitting_layout(local, grid, placements, shape, stride)
-        if found is None:
-            found = _fitting_layout(local, grid, placements, shape, stride)
-            if len(_known) >= 4096:
-                _known.clear()
-            _known[key] = found
-        return found
-    return _fitting_layout(local, grid, placements, shape, stride)
+            key = found = None
+        if found is not None:
+            return found
+    layout = global_layout(local, grid, placements, shape, stride)
+    if shape is not None or gives_sizes(placements):
+        check_fits(local, layout)
+    if key is not None:
+        if len(_known) >= 4096:
+            _known.clear()
+        _known[key] = layout
+    return layout
 
 
 _known: dict[Any, Layout] = {}
 world_caches.append(_known.clear)
 
 
-def _fitting_layout(
+def global_layout(
     local: torch.Tensor,
     grid: Grid,
     placements: Sequence[Placement] | None,
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
 ) -> Layout:
-    layout = _local_layout(local, grid, placements, shape, stride)
-    if shape is not None or gives_sizes(placements):
-        check_fits(local, layout)
-    return layout
-
-
-def _local_layout(
-    local: torch.Tensor,
-    grid: Grid,
-    placements: Sequence[Placement] | None,
-    shape: Sequence[int] | None,
-    stride: Sequence[int] | None,
-) -> Layout:
+    """As `local_layout`, unchecked; `local` may be what a rank outside the mesh would bring."""
     if shape is not None:
         whole: Shape = tuple(shape)
         normal = normalize(placements, whole, grid)
@@ -109,71 +101,38 @@ def _local_layout(
                 f"{error} For shards of different sizes, give from_local() the sizes, "
                 "Shard(dim, sizes=(...)), or shape= and stride= of the whole tensor."
             ) from None
+        given = _listed(placements, grid)
+        unsized = [Shard(p.dim) if isinstance(p, Shard) else p for p in given]
         # Checks the number of placements and the dims; sizes are checked with the global shape.
-        given = normalize(_without_sizes(placements), local_shape, grid)
-        explicit = _explicit_sizes(placements, given)
-        whole = _grown(local_shape, given, explicit, grid)
-        normal = normalize(_with_sizes(given, explicit), whole, grid)
+        checked = normalize(unsized, local_shape, grid)
+        sized = [
+            Shard(p.dim, asked.sizes) if isinstance(p, Shard) else p
+            for p, asked in zip(checked, given, strict=True)
+        ]
+        whole = _grown(local_shape, sized, grid)
+        normal = normalize(sized, whole, grid)
     dense = tuple(stride) if stride is not None else stride_like(local, whole)
     return make_layout(grid, normal, whole, dense, local.dtype)
 
 
-def outside_layout(
-    given: torch.Tensor,
-    grid: Grid,
-    placements: Sequence[Placement] | None,
-    shape: Sequence[int] | None,
-    stride: Sequence[int] | None,
-) -> Layout:
-    """The layout on a rank outside the mesh, from the tensor that it would have brought."""
-    return _local_layout(given, grid, placements, shape, stride)
-
-
-def listed(placements: Any) -> list[Any]:
+def _listed(placements: Any, grid: Grid) -> list[Any]:
     if placements is None:
-        return []
+        return [REPLICATE] * grid.num_axes
     return [placements] if isinstance(placements, Placement) else list(placements)
 
 
 def gives_sizes(placements: Any) -> bool:
     """Whether a placement gives explicit shard sizes."""
-    for placement in (placements,) if isinstance(placements, Placement) else placements or ():
-        if isinstance(placement, Shard) and placement.sizes:
-            return True
-    return False
+    given = (placements,) if isinstance(placements, Placement) else placements or ()
+    return any(isinstance(placement, Shard) and bool(placement.sizes) for placement in given)
 
 
-def _without_sizes(placements: Any) -> Any:
-    if placements is None:
-        return None
-    return [Shard(p.dim) if isinstance(p, Shard) else p for p in listed(placements)]
-
-
-def _explicit_sizes(placements: Any, given: Sequence[Placement]) -> list[tuple[int, ...] | None]:
-    named = listed(placements) or list(given)
-    return [p.sizes if isinstance(p, Shard) else None for p in named]
-
-
-def _with_sizes(
-    given: Sequence[Placement], explicit: Sequence[tuple[int, ...] | None]
-) -> list[Placement]:
-    return [
-        Shard(p.dim, sizes) if isinstance(p, Shard) else p
-        for p, sizes in zip(given, explicit, strict=True)
-    ]
-
-
-def _grown(
-    local_shape: Shape,
-    placements: Sequence[Placement],
-    explicit: Sequence[tuple[int, ...] | None],
-    grid: Grid,
-) -> Shape:
+def _grown(local_shape: Shape, placements: Sequence[Placement], grid: Grid) -> Shape:
     """The global shape when all ranks hold shards of the same shape."""
     whole = list(local_shape)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            sizes = explicit[axis]
+            sizes = placement.sizes
             grown = whole[placement.dim] * grid.shape[axis]
             whole[placement.dim] = sum(sizes) if sizes is not None else grown
     return tuple(whole)
@@ -262,7 +221,7 @@ def check_all_ranks(
             f"The ranks disagree: requires_grad by mesh coordinate is {grads}: "
             "backward would communicate on some ranks only."
         )
-    layout = _local_layout(first, grid, placements, shape, stride)
+    layout = global_layout(first, grid, placements, shape, stride)
     for coordinate, (dtype, sizes, *_) in found.items():
         expected = layout.local_shape(coordinate)
         if sizes != expected or dtype != layout.dtype:

@@ -428,7 +428,7 @@ class DTensor(Wrapped):
             conversion.check_plain_part(local_tensor, "from_local(local_tensor, ...)")
         local = localize(grid, local_tensor)
         if grid.outside:
-            layout = conversion.outside_layout(local_tensor, grid, placements, shape, stride)
+            layout = conversion.global_layout(local_tensor, grid, placements, shape, stride)
             if torch.is_grad_enabled() and local_tensor.requires_grad:
                 return autograd.FromOutside.apply(local_tensor, layout, DTensor)
             return DTensor._wrap(local, layout)

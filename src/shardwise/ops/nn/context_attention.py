@@ -33,6 +33,7 @@ from shardwise.ops.nn.context_tiles import (
     Schedule,
     add_tile,
     heads_s,
+    length,
     repeated,
     ring_s,
     summed,
@@ -120,7 +121,7 @@ class _Attend:
                     None if mask is None else _cut_mask(mask, tile.queries, tile.keys),
                     tile.causal,
                 )
-            row += held[1] - held[0]
+            row += length(held)
 
     def forward(
         self, keys: Range, q: Any, k: Any, v: Any, mask: Any, out: Any, log_sum: Any
@@ -163,7 +164,7 @@ def _cut_mask(mask: torch.Tensor, queries: Range, keys: Range) -> torch.Tensor:
     for dim, (first, end) in ((-2, queries), (-1, keys)):
         if mask.shape[dim] != 1:
             mask = mask.narrow(dim, first, end - first)
-    return mask.expand(*mask.shape[:-2], queries[1] - queries[0], keys[1] - keys[0])
+    return mask.expand(*mask.shape[:-2], length(queries), length(keys))
 
 
 def _start_values(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,19 +193,39 @@ class Ring:
 
     def to_workers(self, x: torch.Tensor) -> torch.Tensor:
         """Rows of queries, of their owners, as their workers hold them."""
+        held = [(own,) for own in self.schedule.queries]
+        return self._exchanged(x, self.schedule.handed, held, self.schedule.work)
+
+    def to_owners(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of `to_workers`."""
+        handed, ranks = self.schedule.handed, range(self.group.size)
+        owned = [sorted(r for worker in ranks for r in handed(me, worker)) for me in ranks]
+        return self._exchanged(x, lambda me, other: handed(other, me), self.schedule.work, owned)
+
+    def _exchanged(
+        self,
+        x: torch.Tensor,
+        sent: Callable[[int, int], Sequence[Range]],
+        held: Sequence[Sequence[Range]],
+        wanted: Sequence[Sequence[Range]],
+    ) -> torch.Tensor:
+        """The rows of `x` that each rank wants, of those that it held or gets from others.
+
+        `sent(me, other)` are the ranges that rank `me` sends to `other`.
+        """
         if not self.schedule.is_moved:
             return x
-        handed, num = self.schedule.handed, self.group.size
+        num = self.group.size
 
         def outgoing(me: int, x: torch.Tensor) -> Sequence[Parts]:
             return [
-                [] if other == me else [self._rows(me, x, r) for r in handed(me, other)]
+                [] if other == me else [_rows(x, held[me], r) for r in sent(me, other)]
                 for other in range(num)
             ]
 
         def expected(me: int, x: torch.Tensor) -> list[int]:
             return [
-                0 if other == me else _row_size(x) * sum(b - a for a, b in handed(other, me))
+                0 if other == me else _row_size(x) * sum(map(length, sent(other, me)))
                 for other in range(num)
             ]
 
@@ -212,101 +233,65 @@ class Ring:
             found: dict[Range, torch.Tensor] = {}
             at = 0
             for other in range(num):
-                for r in () if other == me else handed(other, me):
-                    found[r], at = _unpacked(flat, at, x, r[1] - r[0])
-            rows = [
-                found[r] if r in found else self._rows(me, x, r) for r in self.schedule.work[me]
-            ]
-            return torch.cat(rows, 2)
+                for r in () if other == me else sent(other, me):
+                    found[r], at = _unpacked(flat, at, x, length(r))
+            rows = [found[r] if r in found else _rows(x, held[me], r) for r in wanted[me]]
+            return torch.cat(rows, 2) if rows else x[:, :, :0]
 
         flat = collectives.finished(self.group.start(outgoing, expected, x))
         return self.group.map(assemble, x, flat)
-
-    def to_owners(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse of `to_workers`."""
-        if not self.schedule.is_moved:
-            return x
-        handed, num = self.schedule.handed, self.group.size
-
-        def at_worker(me: int, x: torch.Tensor) -> dict[Range, torch.Tensor]:
-            sizes = [end - first for first, end in self.schedule.work[me]]
-            return dict(zip(self.schedule.work[me], x.split(sizes, 2), strict=True))
-
-        def outgoing(me: int, x: torch.Tensor) -> Sequence[Parts]:
-            rows = at_worker(me, x)
-            return [
-                [] if other == me else [rows[r] for r in handed(other, me)] for other in range(num)
-            ]
-
-        def expected(me: int, x: torch.Tensor) -> list[int]:
-            return [
-                0 if other == me else _row_size(x) * sum(b - a for a, b in handed(me, other))
-                for other in range(num)
-            ]
-
-        def assemble(me: int, x: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-            found = at_worker(me, x)
-            at = 0
-            for other in range(num):
-                for r in () if other == me else handed(me, other):
-                    found[r], at = _unpacked(flat, at, x, r[1] - r[0])
-            low, high = self.schedule.queries[me]
-            mine = sorted(r for r in found if low <= r[0] and r[1] <= high and r[0] < r[1])
-            return torch.cat([found[r] for r in mine], 2) if mine else x[:, :, :0]
-
-        flat = collectives.finished(self.group.start(outgoing, expected, x))
-        return self.group.map(assemble, x, flat)
-
-    def _rows(self, me: int, x: torch.Tensor, positions: Range) -> torch.Tensor:
-        first = self.schedule.queries[me][0]
-        return x[:, :, positions[0] - first : positions[1] - first]
 
     # -- rounds of keys and values -----------------------------------------------------------
 
-    def _source(self, me: int, number: int) -> tuple[int, Range]:
-        """Whose keys arrive in a round, and which."""
-        other = (me - number) % self.group.size
-        return other, self.schedule.needed(me, other)
+    def _arriving(self, me: int, number: int) -> Range:
+        """The keys that arrive in a round."""
+        return self.schedule.needed(me, (me - number) % self.group.size)
+
+    def _leaving(self, me: int, number: int) -> Range:
+        """The keys of this rank that leave in a round, and whose gradients come back."""
+        return self.schedule.needed((me + number) % self.group.size, me)
 
     def _send_pairs(self, number: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        num = self.group.size
+        def sent(me: int, k: torch.Tensor, v: torch.Tensor) -> Parts:
+            return [x[:, :, : length(self._leaving(me, number))] for x in (k, v)]
 
-        def outgoing(me: int, k: torch.Tensor, v: torch.Tensor) -> Sequence[Parts]:
-            other = (me + number) % num
-            first, end = self.schedule.needed(other, me)
-            lists: list[Parts] = [[] for _ in range(num)]
-            lists[other] = [x[:, :, : end - first] for x in (k, v)]
-            return lists
+        def num_received(me: int, k: torch.Tensor, v: torch.Tensor) -> int:
+            return length(self._arriving(me, number)) * (_row_size(k) + _row_size(v))
 
-        def expected(me: int, k: torch.Tensor, v: torch.Tensor) -> list[int]:
-            other, (first, end) = self._source(me, number)
-            sizes = [0] * num
-            sizes[other] = (end - first) * (_row_size(k) + _row_size(v))
-            return sizes
-
-        return self.group.start(outgoing, expected, k, v)
+        return self._shift(number, sent, num_received, k, v)
 
     def _send_grads(self, number: int, flat: torch.Tensor, k: Any, v: Any) -> torch.Tensor:
+        def num_received(me: int, _: Any, k: torch.Tensor, v: torch.Tensor) -> int:
+            return length(self._leaving(me, number)) * (_row_size(k) + _row_size(v))
+
+        return self._shift(-number, lambda _, flat, *__: [flat], num_received, flat, k, v)
+
+    def _shift(
+        self,
+        by: int,
+        sent: Callable[..., Parts],
+        num_received: Callable[..., int],
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        """Start sending `sent(me, *tensors)` to the rank that is `by` places further on."""
         num = self.group.size
 
-        def outgoing(me: int, flat: torch.Tensor, *_: torch.Tensor) -> Sequence[Parts]:
+        def outgoing(me: int, *parts: torch.Tensor) -> Sequence[Parts]:
             lists: list[Parts] = [[] for _ in range(num)]
-            lists[self._source(me, number)[0]] = [flat]
+            lists[(me + by) % num] = sent(me, *parts)
             return lists
 
-        def expected(me: int, _: Any, k: torch.Tensor, v: torch.Tensor) -> list[int]:
-            other = (me + number) % num
-            first, end = self.schedule.needed(other, me)
+        def expected(me: int, *parts: torch.Tensor) -> list[int]:
             sizes = [0] * num
-            sizes[other] = (end - first) * (_row_size(k) + _row_size(v))
+            sizes[(me - by) % num] = num_received(me, *parts)
             return sizes
 
-        return self.group.start(outgoing, expected, flat, k, v)
+        return self.group.start(outgoing, expected, *tensors)
 
     def _arrived(self, me: int, number: int, flat: Any, k: Any, v: Any) -> tuple[Range, Any, Any]:
         """The keys and values of a round; in round 0 this rank's own."""
-        keys = self._source(me, number)[1]
-        size = keys[1] - keys[0]
+        keys = self._arriving(me, number)
+        size = length(keys)
         if not number:
             return keys, k[:, :, :size], v[:, :, :size]
         there, at = _unpacked(flat, 0, k, size)
@@ -377,11 +362,10 @@ class Ring:
         """The gradients of this rank's keys and values, with those of a round that came back."""
 
         def add(me: int, grad_k: Any, grad_v: Any, flat: torch.Tensor) -> Any:
-            first, end = self.schedule.needed((me + number) % self.group.size, me)
-            at = 0
+            size, at = length(self._leaving(me, number)), 0
             for grad in (grad_k, grad_v):
-                terms, at = _unpacked(flat, at, grad, end - first)
-                grad[:, :, : end - first].add_(terms)
+                terms, at = _unpacked(flat, at, grad, size)
+                grad[:, :, :size].add_(terms)
             return grad_k, grad_v
 
         return self.group.map(add, *grads, flat)
@@ -414,7 +398,7 @@ class Heads:
 
         def shapes(me: int, other: int, parts: Parts) -> list[tuple[int, ...]]:
             return [
-                (x.shape[0], _size(self._heads(me, x.shape[1])), _size(held[other]), x.shape[3])
+                (x.shape[0], length(self._heads(me, x.shape[1])), length(held[other]), x.shape[3])
                 for x, held in zip(parts, rows, strict=True)
             ]
 
@@ -445,7 +429,7 @@ class Heads:
 
         def shapes(me: int, other: int, parts: Parts) -> list[tuple[int, ...]]:
             return [
-                (x.shape[0], _size(self._heads(other, y.shape[1])), _size(held[me]), x.shape[3])
+                (x.shape[0], length(self._heads(other, y.shape[1])), length(held[me]), x.shape[3])
                 for x, y, held in zip(parts[:num], parts[num:], rows, strict=True)
             ]
 
@@ -454,7 +438,7 @@ class Heads:
 
         def assemble(me: int, flat: torch.Tensor, *parts: torch.Tensor) -> Any:
             made = [
-                flat.new_zeros((x.shape[0], y.shape[1], _size(held[me]), x.shape[3]))
+                flat.new_zeros((x.shape[0], y.shape[1], length(held[me]), x.shape[3]))
                 for x, y, held in zip(parts[:num], parts[num:], rows, strict=True)
             ]
             wanted = [(other, s) for other in others for s in shapes(me, other, parts)]
@@ -515,8 +499,14 @@ def _mask_of_heads(mask: torch.Tensor, heads: Callable[[int, int], Range], me: i
     return mask[:, slice(*heads(me, mask.shape[1]))]
 
 
-def _size(positions: Range) -> int:
-    return positions[1] - positions[0]
+def _rows(x: torch.Tensor, held: Sequence[Range], wanted: Range) -> torch.Tensor:
+    """The rows of `x` at some positions; `x` has those of the ranges `held`, one by one."""
+    at = 0
+    for first, end in held:
+        if first <= wanted[0] and wanted[1] <= end:
+            return x[:, :, at + wanted[0] - first : at + wanted[1] - first]
+        at += end - first
+    raise AssertionError(f"{wanted} is in none of the ranges {held}")
 
 
 def _row_size(x: torch.Tensor) -> int:

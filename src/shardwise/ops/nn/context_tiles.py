@@ -25,6 +25,10 @@ from shardwise.comm.collectives import collective_s, exchange_s
 Range = tuple[int, int]
 
 
+def length(positions: Range) -> int:
+    return positions[1] - positions[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Queries that attend to keys: to all of them, or causally, as many of both."""
@@ -96,8 +100,8 @@ class Schedule:
     def sent_rows(self, rank: int) -> tuple[int, int]:
         """How many queries and how many keys `rank` sends to others."""
         others = [other for other in range(self.num_ranks) if other != rank]
-        queries = sum(_size(r) for other in others for r in self.handed(rank, other))
-        return queries, sum(_size(self.needed(other, rank)) for other in others)
+        queries = sum(length(r) for other in others for r in self.handed(rank, other))
+        return queries, sum(length(self.needed(other, rank)) for other in others)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -157,10 +161,6 @@ def _num_pairs(queries: Range, num_keys: int, causal: bool) -> int:
     return (rising * (rising + 1) - first * (first + 1)) // 2 + (end - rising) * num_keys
 
 
-def _size(positions: Range) -> int:
-    return positions[1] - positions[0]
-
-
 @dataclass(frozen=True, slots=True)
 class RowBytes:
     """Bytes of one position: of a query, of its result, and of a key with its value."""
@@ -183,7 +183,7 @@ def ring_s(found: Schedule, row: RowBytes) -> float:
 def heads_s(found: Schedule, row: RowBytes, repeats: float) -> float:
     """Seconds for the all-to-alls over heads; `repeats` is how often each key is sent."""
     num = found.num_ranks
-    queries, keys = (max(map(_size, held)) for held in (found.queries, found.keys))
+    queries, keys = (max(map(length, held)) for held in (found.queries, found.keys))
     there = queries * row.query + keys * row.pair * repeats
     back = queries * row.result
     return collective_s("all_to_all", num, there) + collective_s("all_to_all", num, back)
