@@ -15,7 +15,6 @@ from shardwise._torch.dispatch import OpOverload, ops_with_kernel
 from shardwise._torch.functions import tree_leaves
 from shardwise.comm.watch import implicit_replication
 from shardwise.core.layout import dense_stride, make_layout
-from shardwise.core.placements import REPLICATE
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dispatch.infer import faked
 from shardwise.dispatch.local_call import restrided
@@ -25,6 +24,7 @@ from shardwise.dtensor.snapshots import SOURCE, add_source
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
 from shardwise.lookup.ids import has_values, id_range, sharded_axes, widened
+from shardwise.ops.operands import all_distributed
 from shardwise.simulation.ranks import plain_if_equal
 
 aten = torch.ops.aten
@@ -87,16 +87,12 @@ def narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
 
 def broadcast_tensors(tensors: Any) -> Any:
     """Each expanded to the common shape; plain 0-dim tensors become replicated."""
-    mesh = next(x for x in tensors if isinstance(x, DTensor)).device_mesh
-    spread = []
     shape = torch.broadcast_shapes(*(x.shape for x in tensors))
-    for x in tensors:
-        if not isinstance(x, DTensor):
-            check_plain(aten.broadcast_tensors.default, x)
-            x = DTensor.from_local(x, mesh, [REPLICATE] * mesh.ndim)
-        # As on one device, a tensor of that shape is returned itself, not a view of it.
-        spread.append(x if x.shape == shape else x.expand(shape))
-    return spread
+    # As on one device, a tensor of that shape is returned itself, not a view of it.
+    return [
+        x if x.shape == shape else x.expand(shape)
+        for x in all_distributed(aten.broadcast_tensors.default, tensors)
+    ]
 
 
 def pad_sequence(
@@ -298,16 +294,9 @@ def kernels() -> Iterator[tuple[str, Any]]:
     for op in _MAKE_TENSORS:
         yield _name(op), functools.partial(_decomposed, op)
     for num_dims in (2, 3):
-        yield (
-            f"adaptive_avg_pool{num_dims}d",
-            functools.partial(adaptive_avg_pool, num_dims),
-        )
-    yield "stft", stft
-    yield "broadcast_tensors", broadcast_tensors
-    yield "pad_sequence", pad_sequence
-    yield "one_hot", one_hot
-    yield "vander", vander
-    yield "fill_diagonal_", fill_diagonal_
+        yield f"adaptive_avg_pool{num_dims}d", functools.partial(adaptive_avg_pool, num_dims)
+    for kernel in (stft, broadcast_tensors, pad_sequence, one_hot, vander, fill_diagonal_):
+        yield kernel.__name__, kernel
     yield "as_strided", as_strided
     yield "as_strided_copy", as_strided_copy
     yield "narrow.Tensor", narrow

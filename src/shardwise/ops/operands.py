@@ -21,14 +21,20 @@ def all_distributed(op: Any, operands: Sequence[Any]) -> list[Any]:
 
     Raises for a plain tensor that may differ between ranks.
     """
-    mesh = next(x for x in operands if isinstance(x, DTensor)).device_mesh
+    like = next(x for x in operands if isinstance(x, DTensor))
     found = []
     for position, x in enumerate(operands):
         if isinstance(x, torch.Tensor) and not isinstance(x, DTensor):
             check_plain(op, x, position)
-            x = DTensor.from_local(x, mesh, [REPLICATE] * mesh.ndim)
+            x = replicated(x, like)
         found.append(x)
     return found
+
+
+def replicated(plain: torch.Tensor, like: DTensor) -> DTensor:
+    """`plain`, which every rank has, on the mesh of `like`."""
+    mesh = like.device_mesh
+    return DTensor.from_local(plain, mesh, [REPLICATE] * mesh.ndim)
 
 
 def are_distributed(*operands: Any) -> bool:

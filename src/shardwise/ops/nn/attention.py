@@ -25,7 +25,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import RedistributionError
 from shardwise.ops.nn.context_attention import AxisGroup, ContextAttention, choose
 from shardwise.ops.nn.context_tiles import choose_kernel, schedule, spans
-from shardwise.ops.operands import all_distributed
+from shardwise.ops.operands import all_distributed, replicated
 from shardwise.simulation.ranks import one_part
 
 aten = torch.ops.aten
@@ -200,7 +200,7 @@ def _is_empty(*operands: DTensor) -> bool:
 def _causal_mask(query: DTensor, key: DTensor) -> DTensor:
     shape = (query.shape[-2], key.shape[-2])
     mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
-    return DTensor.from_local(mask, query.device_mesh, [REPLICATE] * query._layout.grid.num_axes)
+    return replicated(mask, query)
 
 
 # -- decompositions of what torch's attention modules call without gradients ------------------

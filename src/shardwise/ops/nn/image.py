@@ -29,11 +29,10 @@ from shardwise.dispatch.rule import (
     table,
     unless_empty,
 )
+from shardwise.ops.math.pointwise import FIRST
 from shardwise.ops.math.whole import batched
 
 aten = torch.ops.aten
-
-FIRST: Sequence[Group] = ((0,),)
 
 
 def planes(
@@ -257,7 +256,7 @@ def convolution_choices(call: Call) -> Iterator[Choice]:
     """Input, weight and perhaps a bias -> output."""
     num = len(call.inputs)
     yield call.replicated()
-    local = LocalCall(ConvolutionOfShards(), per_rank=True)
+    local = LocalCall(convolution_of_shards, per_rank=True)
     for way in _ways(call, 0, 1, None):
         choice = Choice((way.input, way.weight, way.bias)[:num], (way.output,))
         if way.alone is not None:
@@ -272,7 +271,7 @@ def convolution_choices(call: Call) -> Iterator[Choice]:
 def convolution_grad_choices(call: Call) -> Iterator[Choice]:
     """The gradient of the output, input, weight -> gradients of input, weight and bias."""
     yield call.replicated()
-    local = LocalCall(ConvolutionGradsOfShards(), per_rank=True)
+    local = LocalCall(convolution_grads_of_shards, per_rank=True)
     for way in _ways(call, 1, 2, 0):
         output = REPLICATE if way.output.is_partial() else way.output
         choice = Choice((output, way.input, way.weight), call.asked(way.grads))
@@ -293,54 +292,46 @@ def _groups_here(x: torch.Tensor, all_channels: Any, groups: int) -> int:
     return groups if groups == 1 else groups * x.shape[1] // all_channels
 
 
-@dataclass(frozen=True, slots=True)
-class ConvolutionOfShards:
+def convolution_of_shards(
+    coordinate: Any,
+    layouts: Sequence[Any],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *options: Any,
+) -> torch.Tensor:
     """A convolution of shards, which may be empty."""
-
-    def __call__(
-        self,
-        coordinate: Any,
-        layouts: Sequence[Any],
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *options: Any,
-    ) -> torch.Tensor:
-        options, groups = options[:-1], options[-1]
-        shape = layouts[-1].local_shape(coordinate)
-        if x.numel() and weight.numel() and math.prod(shape):
-            here = _groups_here(x, layouts[0].shape[1], groups)
-            return aten.convolution.default(x, weight, bias, *options, here)
-        nothing = x.new_zeros(shape)
-        return nothing if bias is None else nothing + bias.view(-1, *[1] * (x.dim() - 2))
+    options, groups = options[:-1], options[-1]
+    shape = layouts[-1].local_shape(coordinate)
+    if x.numel() and weight.numel() and math.prod(shape):
+        here = _groups_here(x, layouts[0].shape[1], groups)
+        return aten.convolution.default(x, weight, bias, *options, here)
+    nothing = x.new_zeros(shape)
+    return nothing if bias is None else nothing + bias.view(-1, *[1] * (x.dim() - 2))
 
 
-@dataclass(frozen=True, slots=True)
-class ConvolutionGradsOfShards:
+def convolution_grads_of_shards(
+    coordinate: Any,
+    layouts: Sequence[Any],
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: Any,
+    *options: Any,
+) -> tuple[torch.Tensor | None, ...]:
     """The gradients of a convolution of shards, which may be empty."""
-
-    def __call__(
-        self,
-        coordinate: Any,
-        layouts: Sequence[Any],
-        grad: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias_sizes: Any,
-        *options: Any,
-    ) -> tuple[torch.Tensor | None, ...]:
-        options, groups, asked = options[:-2], options[-2], options[-1]
-        for_x, for_weight, for_bias = asked
-        bias_grad = grad.sum([d for d in range(grad.dim()) if d != 1]) if for_bias else None
-        if not (grad.numel() and x.numel() and weight.numel()):
-            zeros = (torch.zeros_like(x), torch.zeros_like(weight))
-            return zeros[0] if for_x else None, zeros[1] if for_weight else None, bias_grad
-        here = _groups_here(x, layouts[1].shape[1], groups)
-        # The rounding of the kernel's own bias gradient depends on the local channels. This sum
-        # does not: ranks with the same output gradient get the same bias gradient.
-        mask = [for_x, for_weight, False]
-        found = aten.convolution_backward.default(grad, x, weight, None, *options, here, mask)
-        return found[0], found[1], bias_grad
+    options, groups, asked = options[:-2], options[-2], options[-1]
+    for_x, for_weight, for_bias = asked
+    bias_grad = grad.sum([d for d in range(grad.dim()) if d != 1]) if for_bias else None
+    if not (grad.numel() and x.numel() and weight.numel()):
+        zeros = (torch.zeros_like(x), torch.zeros_like(weight))
+        return zeros[0] if for_x else None, zeros[1] if for_weight else None, bias_grad
+    here = _groups_here(x, layouts[1].shape[1], groups)
+    # The rounding of the kernel's own bias gradient depends on the local channels. This sum
+    # does not: ranks with the same output gradient get the same bias gradient.
+    mask = [for_x, for_weight, False]
+    found = aten.convolution_backward.default(grad, x, weight, None, *options, here, mask)
+    return found[0], found[1], bias_grad
 
 
 RULES: Table = table(

@@ -8,7 +8,7 @@ batch and weights may be sharded. See Note [Above autograd].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from shardwise.dispatch.rule import (
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.lookup.ids import has_values
+from shardwise.ops.operands import replicated
 
 #: How many states each kind carries from step to step.
 NUM_STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
@@ -168,23 +169,15 @@ def distributed(state: Any, x: Any) -> Any:
         return state
     if not has_values(state) or bool(state.any()):
         return state  # the call raises for a plain tensor
-    return DTensor.from_local(state, x.device_mesh, [REPLICATE] * x._layout.grid.num_axes)
+    return replicated(state, x)
 
 
-def lstm(x: Any, hx: list[Any], params: list[Any], *options: Any) -> tuple[Any, ...]:
-    return _layers("lstm", x, list(hx), list(params), *options)
+def _kernel(kind: str) -> Callable[..., Any]:
+    def layers(x: Any, hx: Any, params: list[Any], *options: Any) -> tuple[Any, ...]:
+        states = list(hx) if kind == "lstm" else [hx]
+        return _layers(kind, x, states, list(params), *options)
 
-
-def gru(x: Any, hx: Any, params: list[Any], *options: Any) -> tuple[Any, ...]:
-    return _layers("gru", x, [hx], list(params), *options)
-
-
-def rnn_tanh(x: Any, hx: Any, params: list[Any], *options: Any) -> tuple[Any, ...]:
-    return _layers("rnn_tanh", x, [hx], list(params), *options)
-
-
-def rnn_relu(x: Any, hx: Any, params: list[Any], *options: Any) -> tuple[Any, ...]:
-    return _layers("rnn_relu", x, [hx], list(params), *options)
+    return layers
 
 
 # -- cells, above autograd -------------------------------------------------------------------
@@ -248,10 +241,7 @@ RULES: Table = table(
 )
 
 KERNELS: tuple[tuple[str, Any], ...] = (
-    ("lstm.input", lstm),
-    ("gru.input", gru),
-    ("rnn_tanh.input", rnn_tanh),
-    ("rnn_relu.input", rnn_relu),
+    *((f"{kind}.input", _kernel(kind)) for kind in NUM_STATES),
     ("lstm_cell", lstm_cell),
     ("gru_cell", gru_cell),
     ("rnn_tanh_cell", rnn_tanh_cell),
