@@ -355,6 +355,12 @@ def _with_checked_sizes(
     return shard_with(dim, sizes, shape[dim], parts)
 
 
+def replicated_layout(grid: Grid, tensor: torch.Tensor) -> Layout:
+    """The layout of a plain tensor that every rank of the mesh has."""
+    whole = (Replicate(),) * grid.num_axes
+    return make_layout(grid, whole, tensor.shape, tensor.stride(), tensor.dtype)
+
+
 def shard_with(dim: int, sizes: tuple[int, ...], size: Size, parts: int) -> Shard:
     """`Shard(dim)` with explicit sizes, or without when they are those of `torch.chunk`."""
     return Shard(dim) if sizes == lengths(size, parts, None) else Shard(dim, sizes)

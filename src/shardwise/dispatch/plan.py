@@ -11,9 +11,8 @@ import torch
 
 from shardwise._torch.dispatch import OpOverload
 from shardwise.comm.watch import because, watch
-from shardwise.core.layout import Layout, make_layout, shares_entries
+from shardwise.core.layout import Layout, replicated_layout, shares_entries
 from shardwise.core.mesh import Grid
-from shardwise.core.placements import REPLICATE
 from shardwise.core.sizes import unrecorded
 from shardwise.core.world import world_caches
 from shardwise.dispatch.catalog import (
@@ -187,11 +186,7 @@ def on_one_mesh(op: Any, given: Sequence[Any]) -> list[Layout]:
                 f"{op} was called with tensors on two meshes: {layouts[0]!r} and {other!r}. "
                 + _mesh_advice(grid, other.grid)
             )
-    whole = (REPLICATE,) * grid.num_axes
-    return [
-        g if isinstance(g, Layout) else make_layout(grid, whole, g.shape, g.stride(), g.dtype)
-        for g in given
-    ]
+    return [g if isinstance(g, Layout) else replicated_layout(grid, g) for g in given]
 
 
 def mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any], Sequence[Any]], None]:

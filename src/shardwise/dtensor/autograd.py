@@ -38,9 +38,16 @@ from shardwise._torch.autograd import (
 from shardwise.comm import collectives
 from shardwise.comm.collectives import Pending, alias_for_outside, finished_like
 from shardwise.comm.watch import because, watch
-from shardwise.core.layout import Layout, contiguous_stride, dense_stride, make_layout, normalize
+from shardwise.core.layout import (
+    Layout,
+    contiguous_stride,
+    dense_stride,
+    make_layout,
+    normalize,
+    replicated_layout,
+)
 from shardwise.core.mesh import Grid
-from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate
+from shardwise.core.placements import REPLICATE, Partial, Placement
 from shardwise.core.untraced import UntracedFunction, untraced, without_autocast
 from shardwise.core.world import world_caches
 from shardwise.dispatch.propagate import forbid_leaf_move
@@ -192,10 +199,8 @@ def _on_mesh(grad: Any, layout: Layout, cls: Any) -> Any:
     """A gradient as a DTensor: some of torch's formulas give plain zeros."""
     if isinstance(grad, Wrapped):
         return grad
-    grid, shape = layout.grid, tuple(grad.shape)
-    whole = (REPLICATE,) * grid.num_axes
-    own = make_layout(grid, whole, shape, contiguous_stride(shape), grad.dtype)
-    return cls._wrap(localize(grid, grad.contiguous()), own)
+    dense = grad.contiguous()
+    return cls._wrap(localize(layout.grid, dense), replicated_layout(layout.grid, dense))
 
 
 class Redistribute(UntracedFunction):
@@ -267,8 +272,7 @@ def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
     if not isinstance(grad, cls):
         if _is_batch(grad):
             return None
-        whole = (Replicate(),) * layout.grid.num_axes
-        made = make_layout(layout.grid, whole, grad.shape, grad.stride(), grad.dtype)
+        made = replicated_layout(layout.grid, grad)
         if torch.is_grad_enabled() and grad.requires_grad:
             wrapped = from_local(grad, from_local_layouts(made, made, cls))
         else:

@@ -19,8 +19,7 @@ import torch
 
 from shardwise._torch.dispatch import OpOverload, decompositions, is_composite
 from shardwise.comm.watch import because, watch
-from shardwise.core.layout import Layout, make_layout
-from shardwise.core.mesh import Grid
+from shardwise.core.layout import Layout, replicated_layout
 from shardwise.core.placements import REPLICATE
 from shardwise.dispatch.catalog import (
     at_path,
@@ -202,7 +201,8 @@ def whole_entry(op: Any, args: Sequence[Any]) -> Entry:
         entry.move = mover(paths, entry.plan)
 
     def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
-        return _wrapped(result, lambda local: wrap(local, _found_layout(local, grid)))
+        # The shape was not planned.
+        return _wrapped(result, lambda local: wrap(local, replicated_layout(grid, one_part(local))))
 
     entry.finish = finish
     if op in _UNIQUE:
@@ -242,13 +242,6 @@ def _wrapped(result: Any, wrap: Callable[[torch.Tensor], Any]) -> Any:
         found = [_wrapped(r, wrap) for r in result]
         return found if isinstance(result, list) else tuple(found)
     return result
-
-
-def _found_layout(local: torch.Tensor, grid: Grid) -> Layout:
-    """The layout of a replicated tensor whose shape was not planned."""
-    part = one_part(local)
-    whole = (REPLICATE,) * grid.num_axes
-    return make_layout(grid, whole, part.shape, part.stride(), part.dtype)
 
 
 #: The ops that were warned about.

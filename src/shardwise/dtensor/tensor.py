@@ -36,7 +36,7 @@ from shardwise._torch.autograd import (
 from shardwise._torch.dispatch import ABOVE_AUTOGRAD, make_wrapper, no_torch_function, undispatched
 from shardwise.comm.collectives import Pending
 from shardwise.core.encode import encode_mesh, encode_placements
-from shardwise.core.layout import Layout, make_layout, normalize
+from shardwise.core.layout import Layout, normalize, replicated_layout
 from shardwise.core.mesh import current_mesh, grid_of
 from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.sizes import recorded, unrecorded
@@ -332,9 +332,8 @@ class DTensor(Wrapped):
             pin_memory=pin_memory,
         )
         grid = self._layout.grid
-        whole = (REPLICATE,) * grid.num_axes
-        layout = make_layout(grid, whole, plain.shape, plain.stride(), plain.dtype)
-        return DTensor._wrap(localize(grid, plain), layout).requires_grad_(requires_grad)
+        made = DTensor._wrap(localize(grid, plain), replicated_layout(grid, plain))
+        return made.requires_grad_(requires_grad)
 
     def new(self, *args: Any, device: Any = None) -> Any:
         """As torch's: an empty tensor of these sizes, or one that holds the given list."""
@@ -598,8 +597,7 @@ class DTensor(Wrapped):
     def _plain_tangent(x: torch.Tensor, context: Any) -> DTensor:
         """The gradient of an output that was not used; see `_torch.dynamo`."""
         grid = (context if isinstance(context, FlatContext) else context.flat).grid
-        whole = make_layout(grid, (REPLICATE,) * grid.num_axes, x.shape, x.stride(), x.dtype)
-        made = DTensor._wrap(localize(grid, x), whole)
+        made = DTensor._wrap(localize(grid, x), replicated_layout(grid, x))
         return made.__coerce_same_metadata_as_tangent__(context)
 
     def _stable_hash_for_caching(self) -> str:
