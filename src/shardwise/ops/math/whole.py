@@ -8,7 +8,6 @@ the sorted sequence or set whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -157,7 +156,6 @@ def batched(
     outputs: Sequence[int] = (2,),
     linear: Sequence[Group] = (),
     cores: Callable[[Call], Cores] | None = None,
-    fails_on_empty: bool = False,
     columns: int | None = None,
 ) -> tuple[tuple[Any, ...], Rule]:
     """An entry of a table. `cores` computes the core dims if they depend on shapes.
@@ -167,9 +165,7 @@ def batched(
     """
 
     def choices(call: Call) -> Iterator[Choice]:
-        local = unless_empty(call.op) if fails_on_empty else None
-        for choice in batch_choices(call, *(cores(call) if cores else (inputs, outputs))):
-            yield replace(choice, local=local) if choice.outputs[0].is_shard() else choice
+        yield from batch_choices(call, *(cores(call) if cores else (inputs, outputs)))
         yield from linear_choices(call, linear)
         if columns is not None:
             yield from _column_choices(call, columns)

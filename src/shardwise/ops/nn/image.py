@@ -30,7 +30,6 @@ from shardwise.dispatch.rule import (
     unless_empty,
 )
 from shardwise.ops.math.pointwise import FIRST
-from shardwise.ops.math.whole import batched
 
 aten = torch.ops.aten
 
@@ -169,10 +168,6 @@ def _affine_grid_choices(call: Call) -> Iterator[Choice]:
 
 def _named(*names: str) -> list[Any]:
     return [getattr(aten, name).default for name in names]
-
-
-def _padding(dims: int, which: str = "") -> list[Any]:
-    return _named(f"reflection_pad{dims}d{which}", f"replication_pad{dims}d{which}")
 
 
 #: The inputs whose values the op may refuse; see `dispatch.local_call`.
@@ -388,16 +383,11 @@ RULES: Table = table(
     rule(aten.native_channel_shuffle.default, like="n [c] ... -> n [c] ...", linear=FIRST),
     # Padding that repeats or mirrors values, and its gradient.
     *(
-        batched(*_padding(n), inputs=(n,), outputs=(n,), linear=((0,),), fails_on_empty=True)
-        for n in (1, 2, 3)
-    ),
-    *(
-        batched(
-            *_padding(n, "_backward"),
-            inputs=(n, n),
-            outputs=(n,),
-            linear=((0,),),
-            fails_on_empty=True,
+        planes(
+            *_named(f"reflection_pad{n}d", f"replication_pad{n}d"),
+            *_named(f"reflection_pad{n}d_backward", f"replication_pad{n}d_backward"),
+            dims=n,
+            linear=FIRST,
         )
         for n in (1, 2, 3)
     ),
