@@ -403,35 +403,20 @@ def _handed_out(x: Any, async_op: bool, plain: bool) -> torch.Tensor:
 
 def _linear_terms(layout: Layout, asked: str) -> Layout:
     """`layout`, whose Partials must be differentiable: sums and averages."""
-    if not any(isinstance(p, Partial) for p in layout.placements):
-        return layout
-    terms: list[Placement] = []
     for placement in layout.placements:
-        if isinstance(placement, Partial):
-            if placement.reduce_op not in ("sum", "avg"):
-                raise UnsupportedError(
-                    f"{asked} of a tensor that requires grad has no gradient through {placement}: "
-                    "which rank's term counts depends on the values. Use Partial('sum')."
-                )
-            placement = Partial(placement.reduce_op)  # not a MaskPartial
-        terms.append(placement)
+        if isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
+            raise UnsupportedError(
+                f"{asked} of a tensor that requires grad has no gradient through {placement}: "
+                "which rank's term counts depends on the values. Use Partial('sum')."
+            )
+    # Not a MaskPartial.
+    terms = (Partial(p.reduce_op) if isinstance(p, Partial) else p for p in layout.placements)
     return layout.with_placements(tuple(terms), layout.order)
 
 
 def _as_sums(layout: Layout) -> Layout:
-    if not any(p.is_partial("avg") for p in layout.placements):
-        return layout
     sums = tuple(Partial() if p.is_partial() else p for p in layout.placements)
     return layout.with_placements(sums, layout.order)
-
-
-def _terms(layout: Layout) -> tuple[Layout, float]:
-    """`_linear_terms`, and the weight of a rank's term: 1 in a sum, 1/n in an average."""
-    weight = 1.0
-    for axis, placement in enumerate(layout.placements):
-        if placement.is_partial("avg"):
-            weight /= layout.grid.shape[axis]
-    return _linear_terms(layout, "from_local()"), weight
 
 
 def from_local_layouts(
@@ -439,9 +424,12 @@ def from_local_layouts(
 ) -> tuple[Any, ...]:
     """What `from_local` keeps for backward, of a plain tensor.
 
-    Without `grad_layout`, the gradient has its default layout.
+    Without `grad_layout`, the gradient has its default layout. The weight is that of a rank's term:
+    1 in a sum, 1/n in an average.
     """
-    terms, weight = _terms(layout)
+    terms = _linear_terms(layout, "from_local()")
+    placed = zip(layout.placements, layout.grid.shape, strict=True)
+    weight = 1 / math.prod(size for p, size in placed if p.is_partial("avg"))
     return layout, cls, terms, grad_layout or gradient_layout(layout), weight, async_op, True
 
 

@@ -105,7 +105,8 @@ def _one_by_one(op: Any, *args: Any, **kwargs: Any) -> Any:
     args = args[:num_positional]
     results = []
     for number, tensor in enumerate(args[0]):
-        result = single(*_item(args, number), **_named_item(kwargs, number))
+        own = [_item(a, number) for a in args]
+        result = single(*own, **{k: _item(v, number) for k, v in kwargs.items()})
         if not writes:
             results.append(result)
             continue
@@ -168,12 +169,8 @@ DECOMPOSITIONS.update(
 )
 
 
-def _item(args: Sequence[Any], number: int) -> list[Any]:
-    return [a[number] if isinstance(a, (list, tuple)) else a for a in args]
-
-
-def _named_item(kwargs: Mapping[str, Any], number: int) -> dict[str, Any]:
-    return {k: v[number] if isinstance(v, (list, tuple)) else v for k, v in kwargs.items()}
+def _item(argument: Any, number: int) -> Any:
+    return argument[number] if isinstance(argument, (list, tuple)) else argument
 
 
 # -- gathered operands -----------------------------------------------------------------------
@@ -182,11 +179,10 @@ def _named_item(kwargs: Mapping[str, Any], number: int) -> dict[str, Any]:
 def unknown_shape_entry(op: Any, args: Sequence[Any]) -> Entry | None:
     """The entry of an op whose output shape is data-dependent; None for any other call."""
     rule = find_rule(plain_op(op))
-    if rule is not None and rule.found_shapes:
+    found_shapes = rule is not None and rule.found_shapes
+    if found_shapes or (isinstance(op, OpOverload) and has_unknown_shape(op, args)):
         return whole_entry(op, args)
-    if not isinstance(op, OpOverload) or not has_unknown_shape(op, args):
-        return None
-    return whole_entry(op, args)
+    return None
 
 
 def whole_entry(op: Any, args: Sequence[Any]) -> Entry:

@@ -24,6 +24,7 @@ from shardwise.dispatch.rule import (
     LocalCall,
     Rule,
     Table,
+    UnlessEmpty,
     linear_choices,
     rule,
     sharded_together,
@@ -254,17 +255,9 @@ class OverAll:
     count: Size
 
     def __call__(self, coordinate: Any, layouts: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [a for a in args if isinstance(a, torch.Tensor)]
-        results: Any
-        if all(a.numel() for a in given):
-            here = in_order(self.op, args, kwargs)
-            here[self.position] = _SUM
-            results = self.op(*here)
-        else:
-            results = tuple(
-                given[0].new_zeros(layout.local_shape(coordinate), dtype=layout.dtype)
-                for layout in layouts[len(given) :]
-            )
+        here = in_order(self.op, args, kwargs)
+        here[self.position] = _SUM
+        results = UnlessEmpty(self.op)(coordinate, layouts, *here)
         first, *rest = results if isinstance(results, tuple) else (results,)
         return (first / self.count, *rest) if rest else first / self.count
 

@@ -27,6 +27,7 @@ from shardwise.dispatch.rule import (
     rule,
     sharded_together,
     table,
+    unless_empty,
 )
 from shardwise.dtensor.autograd import direct_apply, gradient_layout, redistribute
 from shardwise.dtensor.tensor import DTensor, run
@@ -94,24 +95,12 @@ def batch_norm_grad_choices(call: Call) -> Iterator[Choice]:
         return
     num = len(call.inputs) - 2
     yield call.replicated()
-    local = LocalCall(normalised_shard_grad, per_rank=True)
+    local = unless_empty(call.op)
     for dim in range(call.inputs[0].ndim):
         each, grad = (0, 0) if dim == 1 else (REPLICATE, SUM)
         outputs = call.asked((dim, grad, grad))
         yield from sharded_together(call, (dim, dim, *[each] * num), outputs, local)
     yield from linear_choices(call, ((0,),))
-
-
-def normalised_shard_grad(
-    coordinate: Any, layouts: Sequence[Any], grad: torch.Tensor, x: torch.Tensor, *rest: Any
-) -> Any:
-    asked = rest[-1]
-    if math.prod(x.shape):
-        return aten.native_batch_norm_backward.default(grad, x, *rest)
-    outputs = iter(layouts[-sum(asked) :])
-    return tuple(
-        x.new_zeros(next(outputs).local_shape(coordinate)) if wanted else None for wanted in asked
-    )
 
 
 # -- above autograd --------------------------------------------------------------------------
@@ -456,7 +445,7 @@ def _channel_splits(call: Call, x: int) -> Iterator[ChannelSplit]:
 def group_norm_choices(call: Call) -> Iterator[Choice]:
     """Input, perhaps weight and bias -> output, mean and reciprocal deviation of each group."""
     num = len(call.inputs) - 1
-    local = LocalCall(group_norm_of_shards, per_rank=True)
+    local = unless_empty(group_norm_of_shards)
     # Torch needs dense operands, and a shard of a dense tensor need not be dense.
     yield replace(call.replicated(), local=local)
     yield from sharded_together(call, (0, *[REPLICATE] * num), (0, 0, 0), local)
@@ -467,8 +456,6 @@ def group_norm_choices(call: Call) -> Iterator[Choice]:
 
 
 def group_norm_of_shards(
-    coordinate: Any,
-    layouts: Sequence[Any],
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -478,16 +465,9 @@ def group_norm_of_shards(
     group: int,
     eps: float,
 ) -> Any:
-    groups = layouts[-1].local_shape(coordinate)[1]
-    if not x.numel():
-        outputs = layouts[-3:]
-        return tuple(
-            torch.zeros(o.local_shape(coordinate), dtype=o.dtype, device=x.device) for o in outputs
-        )
     rows, channels = x.shape[:2]
-    return aten.native_group_norm.default(
-        x.contiguous(), weight, bias, rows, channels, hxw, groups, eps
-    )
+    here = (rows, channels, hxw, group * channels // c)
+    return aten.native_group_norm.default(x.contiguous(), weight, bias, *here, eps)
 
 
 def group_norm_grad_choices(call: Call) -> Iterator[Choice]:

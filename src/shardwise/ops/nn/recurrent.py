@@ -8,7 +8,7 @@ batch and weights may be sharded. See Note [Above autograd].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from shardwise.core.untraced import UntracedFunction, differentiated_once
 from shardwise.dispatch.rule import (
     Call,
     Choice,
-    LocalCall,
     Rule,
     Table,
     sharded_together,
@@ -87,7 +86,7 @@ def recurrent_grad_choices(call: Call) -> Iterator[Choice]:
     inputs: list[int | Placement] = [*batch, *batch, *[REPLICATE] * num_weights]
     outputs: list[int | Placement] = [*batch, *[SUM] * num_weights]
     yield call.replicated()
-    yield from sharded_together(call, inputs, outputs, LocalCall(shard_grads, per_rank=True))
+    yield from sharded_together(call, inputs, outputs, unless_empty(recurrent_grads))
     for reduce_op in ("sum", "avg"):
         term = Partial(reduce_op)
         others = [REPLICATE] * (len(call.inputs) - len(batch))
@@ -98,15 +97,6 @@ def _batch_dims(call: Call) -> list[int]:
     """The dim of the batch in the steps and in each state."""
     kind, batch_first = call.args[0], call.args[3]
     return [0 if batch_first else 1, *[1] * NUM_STATES[kind]]
-
-
-def shard_grads(coordinate: Any, layouts: Sequence[Any], *args: Any) -> tuple[Any, ...]:
-    """`recurrent_grads`; zeros on a rank without examples."""
-    num = 1 + NUM_STATES[args[0]]
-    inputs = args[4 + num :]
-    if inputs[0].numel():
-        return recurrent_grads(*args)
-    return tuple(map(torch.zeros_like, inputs))
 
 
 # -- layers, above autograd ------------------------------------------------------------------
