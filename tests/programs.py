@@ -500,6 +500,7 @@ def refused_on_rank_3(name):
     x, one = torch.ones(4, 3), torch.tensor([0, 1, 2, 77])
     column = one[:, None].expand(4, 3).contiguous()
     far = torch.tensor([0.1, 0.2, 0.3, -1.5])
+    nan_on_3 = torch.eye(3) * far[:, None, None].sqrt()
 
     def whole(t):
         return shardwise.distribute_tensor(t, line(), [R])
@@ -522,7 +523,22 @@ def refused_on_rank_3(name):
         "bernoulli": lambda: torch.bernoulli(cut(far)),
         "//": lambda: cut(one) // cut(torch.tensor([1, 1, 1, 0])),
         "%": lambda: cut(one) % cut(torch.tensor([1, 1, 1, 0])),
+        "number // tensor": lambda: 5 // cut(torch.tensor([1, 1, 1, 0])),
+        "number % tensor": lambda: 5 % cut(torch.tensor([1, 1, 1, 0])),
         "cholesky": lambda: torch.linalg.cholesky(cut(far[:, None, None].contiguous())),
+        "cholesky_ex": lambda: torch.linalg.cholesky_ex(
+            cut(far[:, None, None].contiguous()), check_errors=True
+        ),
+        "eigh": lambda: torch.linalg.eigh(cut(nan_on_3)),
+        "eigvals": lambda: torch.linalg.eigvals(cut(nan_on_3)),
+        "svd": lambda: torch.linalg.svdvals(cut(nan_on_3)),
+        "pinv": lambda: torch.linalg.pinv(cut(nan_on_3)),
+        "lu_unpack": lambda: torch.lu_unpack(
+            cut(torch.ones(4, 1, 1)), cut(one[:, None].int() // 3 + 1)
+        ),
+        "sorter": lambda: torch.searchsorted(
+            cut(torch.ones(4, 3)), cut(torch.ones(4, 1)), sorter=cut(one[:, None].expand(4, 3))
+        ),
         "unpool": lambda: F.max_unpool2d(
             cut(torch.ones(4, 1, 1, 1)), cut(one.view(4, 1, 1, 1)), kernel_size=2
         ),

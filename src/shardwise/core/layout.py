@@ -357,7 +357,7 @@ def _with_checked_sizes(
 
 def replicated_layout(grid: Grid, tensor: torch.Tensor) -> Layout:
     """The layout of a plain tensor that every rank of the mesh has."""
-    whole = (Replicate(),) * grid.num_axes
+    whole = (REPLICATE,) * grid.num_axes
     return make_layout(grid, whole, tensor.shape, tensor.stride(), tensor.dtype)
 
 

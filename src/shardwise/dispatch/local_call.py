@@ -293,6 +293,7 @@ DIVISIONS = (
     aten.floor_divide.default,
     aten.div.Tensor_mode,
     aten.remainder.Tensor,
+    aten.remainder.Scalar_Tensor,
     aten.fmod.Tensor,
 )
 
@@ -307,19 +308,29 @@ def raising_together(
         return call
     if op in DIVISIONS and any(x.dtype.is_floating_point or x.dtype.is_complex for x in inputs):
         return call
-    grid = inputs[0].grid
-    axes = tuple(sorted({*differing_axes(inputs[REFUSED[op]]), *emptying_axes(inputs)}))
-    if not axes:
+    grid, refused = inputs[0].grid, inputs[REFUSED[op]]
+    axes = tuple(sorted({*differing_axes(refused), *emptying_axes(inputs)}))
+    if not axes or not refused:
         return call  # all ranks see the same values
 
     def run(*operands: Any, **kwargs: Any) -> Any:
         tensor = next(x for x in _listed(operands) if isinstance(x, torch.Tensor))
         if not has_values(tensor) or not tensor.is_cpu or grid.device_type != "cpu":
             return call(*operands, **kwargs)
+        if not _looks_at_values(op, operands, kwargs):
+            return call(*operands, **kwargs)
         with because(op, implicit=False):
             return raise_together(grid, axes, lambda: call(*operands, **kwargs))
 
     return run
+
+
+def _looks_at_values(op: Any, operands: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call may refuse values: it may divide by a number, or leave out its checks."""
+    if op in DIVISIONS:
+        return isinstance(operands[-1], torch.Tensor)
+    arguments = op._schema.arguments if isinstance(op, OpOverload) else ()
+    return all(a.name != "check_errors" for a in arguments) or bool(kwargs.get("check_errors"))
 
 
 def _listed(operands: Sequence[Any]) -> list[Any]:

@@ -124,7 +124,7 @@ def log_sigmoid_backward(grad: Any, x: Any, buffer: Any) -> Any:
 
 
 #: The inputs whose values the op may refuse; see `dispatch.local_call`.
-REFUSED: dict[Any, slice] = dict.fromkeys(DIVISIONS, slice(1, 2))
+REFUSED: dict[Any, slice] = dict.fromkeys(DIVISIONS, slice(-1, None))
 
 KERNELS: tuple[tuple[str, Any], ...] = (("sgn", sgn), ("sgn_", sgn_))
 
