@@ -2,12 +2,13 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from by_hand import value
 
 import shardwise
-from shardwise import LocalTensor, Partial, Replicate, Shard
+from shardwise import DTensor, LocalTensor, Partial, Replicate, Shard
 from shardwise.debug import CommDebugMode
 
 broadcast, scatter = torch.ops.c10d_functional.broadcast, torch.ops.c10d.scatter_
@@ -153,6 +154,17 @@ def test_full(square):
     assert torch.equal(value(x), torch.full((5, 3), 7))
     assert x.dtype == torch.int64
     assert shardwise.full((2,), 7.0, device_mesh=square).dtype == torch.float32
+
+
+def test_sizes_may_be_integers_of_numpy(mesh):
+    size, options = np.int64(4), {"device_mesh": mesh, "placements": [Shard(0)]}
+    assert shardwise.zeros(size, **options).shape == (4,)
+    assert shardwise.ones((size, 3), **options).shape == (4, 3)
+    assert shardwise.full(size, 2.0, **options).tolist() == [2.0] * 4
+    local = torch.ones(4 // mesh.size())
+    x = DTensor.from_local(local, mesh, [Shard(0)], shape=(size,), stride=(size // 4,))
+    plain = DTensor.from_local(local, mesh, [Shard(0)], shape=(4,), stride=(1,))
+    assert x._layout is plain._layout
 
 
 def test_empty_has_a_shape(mesh):

@@ -265,6 +265,13 @@ def test_local_map_says_what_does_not_fit(mesh):
     assert torch.equal(shardwise.local_map(torch.neg, [Shard(0)])(plain), -plain)
 
 
+def test_local_map_takes_a_placement_for_a_mesh_of_one_axis(mesh):
+    x = distribute_tensor(torch.randn(4, 4), mesh, [Shard(1)])
+    assert shardwise.local_map(torch.neg, Shard(1), (Shard(1),))(x).placements == (Shard(1),)
+    with pytest.raises(shardwise.ArgumentError, match=r"in_placements is Shard\(1\): give a tuple"):
+        shardwise.local_map(torch.neg, Shard(1), Shard(1))(x)
+
+
 def test_local_map_decorates(mesh):
     @shardwise.local_map(out_placements=[Shard(0)])
     def double(x):

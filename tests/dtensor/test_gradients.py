@@ -39,6 +39,12 @@ def test_reduce_gradients_takes_one_collective(layers):
         torch.testing.assert_close(value(parameter.grad), before[name])
 
 
+def test_reduce_gradients_takes_one_parameter(layers):
+    shardwise.reduce_gradients(layers.weight)
+    assert layers.weight.grad.placements == (Replicate(),)
+    assert layers.bias.grad.placements == (Partial(),)
+
+
 def test_reduced_gradients_are_written_once(layers):
     """In a simulated world the ranks share what was reduced: no write counts for each of them."""
     before = {name: value(p.grad) for name, p in layers.named_parameters()}

@@ -21,6 +21,8 @@ def test_lists_and_arrays_hold_the_whole(mesh, placement, dtype):
     assert np.array_equal(np.array(x, dtype=np.complex128), whole.numpy())
     x.numpy()[0] = 9
     assert x.tolist() == whole.tolist()
+    with pytest.raises(ValueError, match="would be a copy"):
+        np.asarray(x, copy=False)
 
 
 def test_what_requires_grad_is_detached_first(mesh):

@@ -216,6 +216,21 @@ def test_one_hot(mesh, placement):
     for wrong in (x - 1, x + 2):
         with pytest.raises(RuntimeError, match="Class values"):
             nn.functional.one_hot(lay(wrong, mesh, [placement]), 4)
+    for num_classes in (0, -2):
+        with pytest.raises(RuntimeError, match="Class values"):
+            nn.functional.one_hot(y, num_classes)
+
+
+@pytest.mark.parametrize("num", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_vander_of_few_columns(mesh, size, dtype, num):
+    x = torch.arange(size, dtype=dtype)
+    for increasing in (False, True):
+        wanted = torch.vander(x, num, increasing)
+        found = torch.vander(lay(x, mesh, [Shard(0)]), num, increasing)
+        assert torch.equal(value(found), wanted)
+        assert found.dtype == wanted.dtype
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=repr)

@@ -14,7 +14,8 @@ from it. A real process has few sizes: it asks nothing, and one graph serves all
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -102,6 +103,11 @@ def overlaps(before: Sequence[int], after: Sequence[int]) -> list[list[int]]:
         table.append([max(0, min(end, stop) - max(start, stop - n)) for n, stop in spans])
         start = end
     return table
+
+
+def as_sizes(sizes: Iterable[Any]) -> tuple[Size, ...]:
+    """A user's sizes, of which a numpy integer would count as a symbol."""
+    return tuple(n if isinstance(n, (int, torch.SymInt)) else operator.index(n) for n in sizes)
 
 
 def settled(size: Size) -> Size:

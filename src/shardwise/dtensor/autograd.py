@@ -471,7 +471,7 @@ def refuse_hooks(parameter: torch.Tensor, named: str) -> None:
 
 
 def reduce_gradients(
-    parameters: Iterable[torch.Tensor], *, bucket_bytes: int = BUCKET_BYTES
+    parameters: torch.Tensor | Iterable[torch.Tensor], *, bucket_bytes: int = BUCKET_BYTES
 ) -> None:
     """Reduce every gradient that is Partial, in place, with few large collectives.
 
@@ -489,7 +489,8 @@ def reduce_gradients(
     >>> layer.weight.grad.placements, comm.get_total_counts()
     ((Replicate(),), 1)
     """
-    gradients: list[Any] = [p.grad for p in parameters if hasattr(p.grad, "_layout")]
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    gradients: list[Any] = [p.grad for p in given if hasattr(p.grad, "_layout")]
     for gradient, found in zip(gradients, reduced_together(gradients, bucket_bytes), strict=True):
         gradient._local, gradient._layout = found
 

@@ -20,7 +20,7 @@ from shardwise.core.layout import (
 )
 from shardwise.core.mesh import Grid, grid_like
 from shardwise.core.placements import REPLICATE, Placement, Shard, short
-from shardwise.core.sizes import Size
+from shardwise.core.sizes import Size, as_sizes
 from shardwise.core.untraced import UntracedFunction
 from shardwise.core.world import world_caches
 from shardwise.dispatch.propagate import forbid_move
@@ -89,7 +89,7 @@ def global_layout(
 ) -> Layout:
     """As `local_layout`, unchecked; `local` may be what a rank outside the mesh would bring."""
     if shape is not None:
-        whole: Shape = tuple(shape)
+        whole: Shape = as_sizes(shape)
         normal = normalize(placements, whole, grid)
     else:
         # With explicit sizes any shard will do: all are checked against the sizes later.
@@ -111,7 +111,7 @@ def global_layout(
         ]
         whole = _grown(local_shape, sized, grid)
         normal = normalize(sized, whole, grid)
-    dense = tuple(stride) if stride is not None else stride_like(local, whole)
+    dense = as_sizes(stride) if stride is not None else stride_like(local, whole)
     return make_layout(grid, normal, whole, dense, local.dtype)
 
 

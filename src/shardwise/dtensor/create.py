@@ -19,6 +19,7 @@ from shardwise.core.encode import encode_mesh, encode_placements
 from shardwise.core.layout import Layout, contiguous_stride, make_layout, normalize
 from shardwise.core.mesh import Grid, current_mesh, grid_of
 from shardwise.core.placements import REPLICATE, Placement, Replicate, Shard, short
+from shardwise.core.sizes import as_sizes
 from shardwise.core.untraced import breaks_graph
 from shardwise.dtensor.autograd import refuse_hooks, refuse_transformed
 from shardwise.dtensor.compile import define, is_traceable, is_traced
@@ -378,7 +379,7 @@ def _draw_order(n: int, generator: Any, *options: Any) -> DTensor:
 
 def shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
     """The sizes that a factory was given, one by one or as one tuple."""
-    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
+    return tuple(size[0]) if len(size) == 1 and isinstance(size[0], (list, tuple)) else tuple(size)
 
 
 def _layout_for(
@@ -388,7 +389,7 @@ def _layout_for(
     placements: Sequence[Placement] | None,
 ) -> tuple[Grid, Layout]:
     grid = grid_of(device_mesh if device_mesh is not None else current_mesh())
-    shape = shape_of(size)
+    shape = as_sizes(shape_of(size))
     normal = normalize(placements, shape, grid)
     if any(p.is_partial() for p in normal):
         raise LayoutError(f"A new tensor cannot be {short(normal)}: shard or replicate it.")

@@ -61,9 +61,9 @@ def local_map(
         if not given:
             return func(*args, **kwargs)
         grid = given[0]._layout.grid if chosen is None else chosen
-        local = [_local(func, i, leaf, grid, *options) for i, leaf in enumerate(leaves)]
         _check_count(func, "in_placements", in_placements, len(leaves))
         _check_count(func, "in_grad_placements", in_grad_placements, len(leaves))
+        local = [_local(func, i, leaf, grid, *options) for i, leaf in enumerate(leaves)]
         result = func(*tree_unflatten(local, tree), **kwargs)
         even = grid.outside or all(_is_even(x._layout) for x in given)
         return _distributed(func, result, out_placements, grid.mesh, even)
@@ -72,6 +72,11 @@ def local_map(
 
 
 def _check_count(func: Any, name: str, given: Any, num: int) -> None:
+    if isinstance(given, Placement):
+        raise ArgumentError(
+            f"{name} is {given!r}: give a tuple with the placements of each argument of "
+            f"{_name(func)}, None where there is nothing to say."
+        )
     if given is not None and len(given) != num:
         raise ArgumentError(
             f"{name} has {len(given)} entries, but {_name(func)} was called with {num} arguments: "
@@ -152,6 +157,8 @@ def _is_even(layout: Layout) -> bool:
 
 def _distributed(func: Any, result: Any, out_placements: Any, mesh: DeviceMesh, even: bool) -> Any:
     leaves, tree = tree_flatten(result)
+    if isinstance(out_placements, Placement):
+        out_placements = (out_placements,)
     alike = out_placements is None or all(isinstance(p, Placement) for p in out_placements)
     listed = [out_placements] * len(leaves) if alike else list(out_placements)
     _check_count(func, "out_placements", listed, len(leaves))

@@ -386,6 +386,11 @@ class DTensor(Wrapped):
         return as_numpy(self, force)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if copy is False:
+            raise ValueError(
+                "np.asarray(x, copy=False) of a DTensor: the array would be a copy of the whole "
+                "tensor. Leave copy out, or pass x.to_local(), whose memory this rank holds."
+            )
         found = self.numpy()
         return found if dtype is None else found.astype(dtype, copy=False)
 

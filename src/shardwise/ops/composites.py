@@ -122,15 +122,15 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
         raise RuntimeError("one_hot cannot tell the number of classes from an empty tensor.")
     layout = x._layout.reduced()
     x = x.redistribute(placements=layout.placements, order=layout.order)
-    if num_classes <= 0 or (has_values(x._local) and not x.is_cuda and not x.is_meta):
+    if num_classes == -1 or (has_values(x._local) and not x.is_cuda and not x.is_meta):
         found = widened(id_range(x._local, layout), layout.grid, sharded_axes(layout))
         negative_low, high = plain_if_equal(found).tolist()
-        if negative_low > 0 or (0 < num_classes <= high):
+        if negative_low > 0 or (num_classes != -1 and num_classes <= high):
             raise RuntimeError(
                 "Class values must be non-negative and smaller than num_classes; they run from "
                 f"{-negative_low} to {high}, and num_classes is {num_classes}."
             )
-        num_classes = num_classes if num_classes > 0 else high + 1
+        num_classes = num_classes if num_classes != -1 else high + 1
     x = x.contiguous()  # strides as on one device
     with implicit_replication():
         return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).long()
@@ -138,6 +138,10 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
 
 def vander(x: Any, N: int | None = None, increasing: bool = False) -> Any:
     """The powers of each entry, the highest first unless `increasing`."""
+    (fake,), _ = faked([x._layout], {})
+    like = aten.vander.default(fake, N, increasing)  # torch's checks
+    if like.shape[1] < 2:  # linalg.vander takes two or more
+        return torch.ones_like(x, dtype=like.dtype).unsqueeze(-1)[:, : like.shape[1]]
     powers = torch.linalg.vander(x, N=N)
     return powers if increasing else powers.flip(-1)
 
