@@ -415,3 +415,45 @@ def test_cat_gives_tensors_that_it_skips_a_distributed_gradient(mesh, placement)
     assert isinstance(x.grad, shardwise.DTensor)
     assert x.grad.shape == (0,)
     torch.testing.assert_close(value(y.grad), torch.ones(4).cos() * 2)
+
+
+class WithoutGradient(torch.autograd.Function):
+    """A user's function of which the input gets no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda w, x: F.linear(x, w),
+        lambda w, x: x[None] @ w.t(),
+        lambda w, x: torch.matmul(x[None, None], w.t()[None]),
+        lambda w, x: torch.einsum("bk,nk->bn", x, w),
+        lambda w, x: F.bilinear(x, x, w.expand(2, 4, 4)),
+        lambda w, x: w.sgn(),
+        lambda w, x: w.prod(0),
+        lambda w, x: F.batch_norm(w[None], None, None, training=True),
+        lambda w, x: F.instance_norm(w[None], weight=w[0], bias=w[1]),
+        lambda w, x: F.cross_entropy(w, x[:, 0].new_zeros(4, dtype=torch.long)),
+        lambda w, x: F.embedding(x.new_zeros(2, dtype=torch.long), w),
+        lambda w, x: F.embedding_bag(x.new_zeros(2, 2, dtype=torch.long), w, mode="max"),
+        lambda w, x: torch.normal(w, 1.0),
+        lambda w, x: w.redistribute(placements=[Replicate()]).as_strided((2, 2), (1, 1)),
+        lambda w, x: w.redistribute(placements=[Shard(1)]),
+        lambda w, x: w.redistribute(placements=[Shard(1)], forward_dtype=torch.bfloat16),
+        lambda w, x: w.redistribute(placements=[Shard(1)], backward_dtype=torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=repr)
+def test_a_function_may_give_no_gradient(mesh, op, placement):
+    w = lay(torch.rand(4, 4), mesh, placement).requires_grad_()
+    x = lay(torch.rand(2, 4), mesh, Replicate())
+    (WithoutGradient.apply(op(w, x)).sum() + w.sum()).backward()
+    assert torch.equal(value(w.grad), torch.ones(4, 4))

@@ -40,6 +40,33 @@ class UntracedFunction(torch.autograd.Function):
                 untraced(inspect.unwrap(getattr(cls, name)))
 
 
+class SkipsNone(UntracedFunction):
+    """One with a single differentiable result; where that gets no gradient, nor do the inputs.
+
+    Torch would make plain zeros of the missing gradient, where `backward` expects a DTensor.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        forward, backward = cls.forward, cls.backward
+
+        @untraced
+        def run(ctx: Any, *args: Any) -> Any:
+            ctx.materialize_grads = False
+            return forward(ctx, *args)
+
+        @untraced
+        def run_backward(ctx: Any, grad: Any, *others: Any) -> Any:
+            if grad is None:
+                return (None,) * len(ctx.needs_input_grad)
+            return backward(ctx, grad, *others)
+
+        cls.forward = staticmethod(functools.wraps(forward)(run))  # type: ignore[method-assign]
+        cls.backward = staticmethod(  # type: ignore[method-assign]
+            functools.wraps(backward)(run_backward)
+        )
+        super().__init_subclass__(**options)
+
+
 def breaks_graph(fn: _Fn, because: str = "it makes a tensor, or sets what one is") -> _Fn:
     """`fn`, untraced; a compiled region that calls it breaks its graph there."""
     break_graph(fn, f"{because}; call it outside, or without fullgraph=True")

@@ -21,7 +21,7 @@ from shardwise.core.layout import (
 from shardwise.core.mesh import Grid, grid_like
 from shardwise.core.placements import REPLICATE, Placement, Shard, short
 from shardwise.core.sizes import Size, as_sizes
-from shardwise.core.untraced import UntracedFunction
+from shardwise.core.untraced import SkipsNone
 from shardwise.core.world import world_caches
 from shardwise.dispatch.propagate import forbid_move
 from shardwise.dispatch.shapes import same_stride
@@ -266,7 +266,7 @@ _DTYPES = sorted(
 # -- redistribution in another dtype ---------------------------------------------------------
 
 
-class CastShards(UntracedFunction):
+class CastShards(SkipsNone):
     """Cast each rank's shard; the terms of a Partial are cast before they are added."""
 
     @staticmethod
@@ -280,7 +280,7 @@ class CastShards(UntracedFunction):
         return _cast(grad, ctx.dtype), None
 
 
-class CastAndMove(UntracedFunction):
+class CastAndMove(SkipsNone):
     """Cast and redistribute in one node: between two, autograd would cast the gradient back."""
 
     @staticmethod

@@ -15,7 +15,7 @@ from shardwise._torch.dispatch import OpOverload, ops_with_kernel
 from shardwise._torch.functions import tree_leaves
 from shardwise.comm.watch import implicit_replication
 from shardwise.core.layout import dense_stride, make_layout
-from shardwise.core.untraced import UntracedFunction
+from shardwise.core.untraced import SkipsNone
 from shardwise.dispatch.infer import faked
 from shardwise.dispatch.local_call import restrided
 from shardwise.dispatch.variants import run_by_keyword
@@ -235,7 +235,7 @@ def _picked(x: Any, size: Any, stride: Any, offset: int | None, steps: Any) -> A
         return Picked.apply(x.permute(order).reshape(-1), places.to(x.device), steps)
 
 
-class Picked(UntracedFunction):
+class Picked(SkipsNone):
     """Entries of a flat tensor by index. Ordinary indexing would save the index, and backward
     could not run twice, as that of a view can."""
 
@@ -256,7 +256,7 @@ class Picked(UntracedFunction):
             return PutBack.apply(grad, ctx.places, ctx.length), None, None
 
 
-class PutBack(UntracedFunction):
+class PutBack(SkipsNone):
     """The gradient of `Picked`: an entry that was read several times gets the sum."""
 
     @staticmethod

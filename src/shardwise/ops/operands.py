@@ -10,7 +10,7 @@ import torch
 
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE
-from shardwise.core.untraced import UntracedFunction
+from shardwise.core.untraced import SkipsNone
 from shardwise.core.world import world_caches
 from shardwise.dtensor.operands import check_plain
 from shardwise.dtensor.tensor import DTensor
@@ -67,7 +67,7 @@ def is_mergeable(layout: Layout) -> bool:
 world_caches.append(is_mergeable.cache_clear)
 
 
-class Constant(UntracedFunction):
+class Constant(SkipsNone):
     """A gradient that depends on `x` formally: its derivative for `x` is zero.
 
     Torch's formulas for some gradients read the tensor although they do not depend on it. On one

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from shardwise.comm.agreement import raise_together
 from shardwise.core.layout import Layout, differing_axes
 from shardwise.core.placements import REPLICATE, NormPartial, Partial
-from shardwise.core.untraced import UntracedFunction
+from shardwise.core.untraced import SkipsNone
 from shardwise.dispatch.rule import (
     Call,
     Choice,
@@ -254,7 +254,7 @@ def whole_choices(call: Call) -> Iterator[Choice]:
 # -- normal with tensors, above autograd: torch's gradient formula makes plain zeros ----------
 
 
-class Drawn(UntracedFunction):
+class Drawn(SkipsNone):
     """Normal values; the gradients of mean and deviation are zero."""
 
     @staticmethod

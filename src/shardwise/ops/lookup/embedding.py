@@ -23,7 +23,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placements import SUM, Shard
 from shardwise.core.sizes import shard_range
-from shardwise.core.untraced import UntracedFunction, differentiated_once
+from shardwise.core.untraced import SkipsNone, UntracedFunction, differentiated_once
 from shardwise.dispatch.rule import Call, Choice, CollectiveCost, LocalCall, Rule, Table, table
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.tensor import DTensor, run
@@ -307,6 +307,7 @@ def _returned_choices(call: Call) -> Iterator[Choice]:
 class EmbeddingLookup(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, weight: Any, ids: Any, options: tuple[int, bool, bool]) -> Any:
+        ctx.materialize_grads = False  # as in SkipsNone, without its call
         rows, routing = _look_up(weight, ids)
         ctx.save_for_backward(ids)
         by_freq = options[1]
@@ -315,6 +316,8 @@ class EmbeddingLookup(UntracedFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        if grad is None:
+            return None, None, None
         (ids,) = ctx.saved_tensors
         layout, (padding_idx, by_freq, sparse), routing = ctx.plan
         num_rows = layout.shape[0]
@@ -347,7 +350,7 @@ def _look_up(weight: Any, ids: Any) -> tuple[Any, Any]:
     return run(_table_lookup, weight, ids), None
 
 
-class LookupGrad(UntracedFunction):
+class LookupGrad(SkipsNone):
     """The gradient of a table, differentiable for the gradient of the rows."""
 
     @staticmethod
@@ -456,7 +459,7 @@ def pool_rows(
 _EMBEDDING_BAG = torch.ops.aten.embedding_bag.padding_idx
 
 
-class Pooled(UntracedFunction):
+class Pooled(SkipsNone):
     """Sum and mean."""
 
     @staticmethod
@@ -495,7 +498,7 @@ class Pooled(UntracedFunction):
         return found, None, None, along, None, None, None, None, None
 
 
-class Largest(UntracedFunction):
+class Largest(SkipsNone):
     @staticmethod
     def forward(ctx: Any, weight: Any, ids: Any, offsets: Any, given: Any, padding: int) -> Any:
         values, won = run(largest, weight, ids, offsets, padding)

@@ -14,7 +14,7 @@ import torch
 
 from shardwise._torch.dispatch import is_autocast
 from shardwise.core.sizes import Size, equal, unrecorded
-from shardwise.core.untraced import UntracedFunction
+from shardwise.core.untraced import SkipsNone
 from shardwise.dispatch.rule import (
     Call,
     Choice,
@@ -163,7 +163,7 @@ class Like(NamedTuple):
         return cls(x.shape, x.is_complex())
 
 
-class Contract(UntracedFunction):
+class Contract(SkipsNone):
     """With `inner`, autocast sees the products, but neither the operands nor the result."""
 
     @staticmethod

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.core.sizes import Size
-from shardwise.core.untraced import UntracedFunction
+from shardwise.core.untraced import SkipsNone, UntracedFunction
 from shardwise.dispatch.catalog import functional_twin
 from shardwise.dispatch.rule import (
     Call,
@@ -169,6 +169,7 @@ def matmul(left: Any, right: Any) -> Any:
 class BatchedMatmul(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, left: Any, right: Any) -> Any:
+        ctx.materialize_grads = False  # as in SkipsNone, without its call
         for_left, for_right = ctx.needs_input_grad
         ctx.save_for_backward(left if for_right else None, right if for_left else None)
         ctx.right_layout, ctx.num_dims = right._layout, left.dim()
@@ -176,6 +177,8 @@ class BatchedMatmul(UntracedFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        if grad is None:
+            return None, None
         left, right = ctx.saved_tensors
         for_left, for_right = ctx.needs_input_grad
         grad_left = grad_right = None
@@ -213,7 +216,7 @@ def _broadcast_matmul(left: Any, right: Any) -> Any:
     return run(product, left, right)
 
 
-class Product(UntracedFunction):
+class Product(SkipsNone):
     @staticmethod
     def forward(ctx: Any, left: Any, right: Any) -> Any:
         for_left, for_right = ctx.needs_input_grad
@@ -240,6 +243,7 @@ _apply_product = direct_apply(Product)
 class Linear(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
+        ctx.materialize_grads = False  # as in SkipsNone, without its call
         # Each is saved only for the other's gradient: a frozen layer keeps no activations.
         for_x, for_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
@@ -251,6 +255,8 @@ class Linear(UntracedFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        if grad is None:
+            return None, None, None
         for_x, for_weight, for_bias = ctx.needs_input_grad
         # Where only the bias learns, nothing is kept, and backward may run any number of times.
         saved: Any = ctx.saved_tensors if for_x or for_weight else (None, None)
@@ -277,7 +283,7 @@ class Linear(UntracedFunction):
         return grad_x, grad_weight, grad_bias
 
 
-class LinearWeightGrad(UntracedFunction):
+class LinearWeightGrad(SkipsNone):
     @staticmethod
     def forward(ctx: Any, grad: Any, x: Any, preferred: Layout) -> Any:
         for_grad, for_x, _ = ctx.needs_input_grad

@@ -11,7 +11,7 @@ import torch
 from shardwise._torch.dispatch import decompositions
 from shardwise.core.placements import REPLICATE, Placement
 from shardwise.core.sizes import equal_shapes
-from shardwise.core.untraced import UntracedFunction
+from shardwise.core.untraced import SkipsNone
 from shardwise.dispatch.local_call import DIVISIONS
 from shardwise.dispatch.rule import (
     Call,
@@ -70,7 +70,7 @@ def _twin(prim: Any) -> Any:
 # -- sgn, above autograd: torch's gradient formula for real numbers makes plain zeros --------
 
 
-class Unit(UntracedFunction):
+class Unit(SkipsNone):
     """`sgn`: of complex numbers, magnitude 1, same direction; zero for zero.
 
     It keeps what torch keeps, so that a write to either raises in backward.

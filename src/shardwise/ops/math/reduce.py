@@ -14,7 +14,7 @@ import torch
 
 from shardwise.core.placements import SUM, NormPartial, Partial, Placement
 from shardwise.core.sizes import Size, recorded
-from shardwise.core.untraced import UntracedFunction
+from shardwise.core.untraced import SkipsNone
 from shardwise.dispatch.rule import (
     Call,
     Choice,
@@ -179,7 +179,7 @@ def vector_norm_choices(call: Call) -> Iterator[Choice]:
 #
 # Torch has two formulas for its gradient. The one for subclasses passes the gradient of a single
 # factor on; on one device it is computed from the factor, and requires grad.
-class Prod(UntracedFunction):
+class Prod(SkipsNone):
     """`args` are those of the op; without a dim, the product of all entries."""
 
     @staticmethod

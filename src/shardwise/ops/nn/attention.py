@@ -19,7 +19,7 @@ from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.core.sizes import equal, lengths
-from shardwise.core.untraced import UntracedFunction
+from shardwise.core.untraced import SkipsNone
 from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table, unless_empty
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import RedistributionError
@@ -386,7 +386,7 @@ def attend_over_sequence(
     return result if layout.symbolic else _NeededResult.apply(result)
 
 
-class _NeededResult(UntracedFunction):
+class _NeededResult(SkipsNone):
     """The result of an op that needs it in backward: as on one device, no write to it is allowed.
 
     What is needed are local tensors, whose writes autograd does not see.

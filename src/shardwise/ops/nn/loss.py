@@ -16,7 +16,7 @@ import torch
 from shardwise._torch.dispatch import decompositions
 from shardwise.core.placements import REPLICATE, SUM
 from shardwise.core.sizes import Size, equal
-from shardwise.core.untraced import UntracedFunction
+from shardwise.core.untraced import SkipsNone
 from shardwise.dispatch.catalog import in_order
 from shardwise.dispatch.rule import (
     Call,
@@ -82,7 +82,7 @@ def nll_loss_choices(call: Call) -> Iterator[Choice]:
 
 
 # -- cross entropy, above autograd -----------------------------------------------------------
-class NLL(UntracedFunction):
+class NLL(SkipsNone):
     @staticmethod
     def forward(ctx: Any, log_probs: Any, target: Any, ignore_index: int, dim: int) -> Any:
         ctx.save_for_backward(log_probs, target)
@@ -98,7 +98,7 @@ class NLL(UntracedFunction):
         return run(nll_grad, grad, target, *ctx.options), None, None, None
 
 
-class NLLGrad(UntracedFunction):
+class NLLGrad(SkipsNone):
     """The gradient of `NLL`, linear in `grad`; its own gradient is `NLL` again."""
 
     @staticmethod

@@ -16,7 +16,7 @@ import torch
 from shardwise.core.layout import fits_shard, shard_with
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.core.sizes import lengths
-from shardwise.core.untraced import UntracedFunction, without_autocast
+from shardwise.core.untraced import SkipsNone, without_autocast
 from shardwise.dispatch.rule import (
     Call,
     Choice,
@@ -104,7 +104,7 @@ def batch_norm_grad_choices(call: Call) -> Iterator[Choice]:
 
 
 # -- above autograd --------------------------------------------------------------------------
-class BatchNorm(UntracedFunction):
+class BatchNorm(SkipsNone):
     """Normalises by given statistics, or by those of the batch; returns mean and deviation too."""
 
     @staticmethod
@@ -122,7 +122,7 @@ class BatchNorm(UntracedFunction):
         args = (x, weight, None if apart else bias, *narrow, False, 0.0, eps)
         out = run(aten.native_batch_norm.default, *args)[0]
         if apart:
-            out = out + bias.reshape([1, -1, *[1] * (x.dim() - 2)])
+            out = out + _wide(x, bias)
         ctx.mark_non_differentiable(mean, var)
         return out, mean, var
 
@@ -144,7 +144,7 @@ class BatchNorm(UntracedFunction):
 _apply = direct_apply(BatchNorm)
 
 
-class Depending(UntracedFunction):
+class Depending(SkipsNone):
     """A gradient that requires grad because `sources` do; they get no gradient.
 
     Torch's formula of batch norm is one op: all its results require grad if one operand does.
@@ -160,7 +160,7 @@ class Depending(UntracedFunction):
         return grad, *[None] * ctx.num_sources
 
 
-class GradDepends(UntracedFunction):
+class GradDepends(SkipsNone):
     """Its argument, whose gradient depends on `sources`."""
 
     @staticmethod
@@ -236,14 +236,13 @@ def _differentiable_grads(
     grad: Any, x: Any, weight: Any, mean: Any, var: Any, training: bool, eps: float
 ) -> tuple[Any, Any, Any]:
     """The same with differentiable ops."""
-    dims = [d for d in range(x.dim()) if d != 1]
-    shape = [1, -1, *[1] * (x.dim() - 2)]
+    dims = _others(x)
     if training:
         mean = x.mean(dims)
-        var = (x - mean.reshape(shape)).square().mean(dims)
-    deviation = torch.rsqrt(var + eps).reshape(shape)
-    normal = (x - mean.reshape(shape)) * deviation
-    scaled = grad if weight is None else grad * weight.reshape(shape)
+        var = (x - _wide(x, mean)).square().mean(dims)
+    deviation = _wide(x, torch.rsqrt(var + eps))
+    normal = (x - _wide(x, mean)) * deviation
+    scaled = grad if weight is None else grad * _wide(x, weight)
     for_x = scaled
     if training:
         for_x = scaled - scaled.mean(dims, True) - normal * (scaled * normal).mean(dims, True)
