@@ -40,6 +40,20 @@ def assert_gradients(model, expected):
         )
 
 
+@pytest.mark.parametrize("source", [2, -1])
+def test_a_source_that_is_no_coordinate(pair, source):
+    with pytest.raises(LayoutError, match=f"src_data_rank={source} is not a coordinate"):
+        data_parallel(MLP(), pair, src_data_rank=source)
+
+
+@pytest.mark.parametrize(("bucket_bytes", "num_buckets"), [(1 << 20, 1), (1, 4), (0, 4)])
+def test_small_buckets_hold_one_gradient_each(pair, bucket_bytes, num_buckets):
+    model = data_parallel(MLP(), pair, bucket_bytes=bucket_bytes)
+    with CommDebugMode() as comm:
+        model(torch.ones(2, 8)).sum().backward()
+    assert [event.kind for event in comm.events] == ["all_reduce"] * num_buckets
+
+
 def test_plain_parameters_train_as_on_one_device(pair):
     model, data = MLP(), batches()
     expected = train(deepcopy(model), loss_of, data)

@@ -88,6 +88,21 @@ def test_capacity(mesh):
     torch.testing.assert_close(torch.cat([found.on_rank(0), found.on_rank(1)]), expected)
 
 
+@pytest.mark.parametrize("capacity_factor", [None, 10.0])
+@pytest.mark.parametrize("none", [-1, 4])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_places_without_an_expert(mesh, none, capacity_factor, dtype):
+    """A number that no expert has gives nothing; nothing is sent for it."""
+    experts, tokens, weights = Experts(4), torch.randn(8, 8), torch.rand(8, 2)
+    chosen = torch.randint(4, (8, 2), dtype=dtype)
+    chosen[1, 0] = chosen[6, 1] = none
+    real = chosen != none
+    expected = experts(tokens, chosen.where(real, 0), weights * real)
+    expert_parallel(experts, mesh, "", capacity_factor=capacity_factor)
+    found = experts(*(per_rank(*x.chunk(2)) for x in (tokens, chosen, weights)))
+    torch.testing.assert_close(torch.cat([found.on_rank(0), found.on_rank(1)]), expected)
+
+
 def test_what_is_sent(mesh):
     """Each pair of a token and an expert once there and once back, forward and backward."""
     experts = expert_parallel(Experts(4), mesh, "")
@@ -122,8 +137,9 @@ def test_bad_use(mesh):
         expert_parallel(model, mesh, "expert")
     with pytest.raises(UnsupportedError, match="without stacked experts"):
         expert_parallel(model, mesh, "router")
-    with pytest.raises(ArgumentError, match="positive"):
-        expert_parallel(model, mesh, "experts", capacity_factor=0)
+    for factor in (0, float("inf"), float("nan")):
+        with pytest.raises(ArgumentError, match="positive"):
+            expert_parallel(model, mesh, "experts", capacity_factor=factor)
     assert not any(isinstance(p, shardwise.DTensor) for p in model.parameters())
     expert_parallel(model, mesh, "experts")
     with pytest.raises(LayoutError, match="parallel already"):

@@ -350,8 +350,10 @@ def expert_parallel(
             f"expert_parallel: ranks along {axis!r} have the same tokens, and nothing has to be "
             'sent. Use parallelize_module with the style "experts" there.'
         )
-    if capacity_factor is not None and not capacity_factor > 0:
-        raise ArgumentError(f"capacity_factor is positive or None, found {capacity_factor!r}.")
+    if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+        raise ArgumentError(
+            f"capacity_factor is positive and finite, or None, found {capacity_factor!r}."
+        )
     styles = _expert_styles(module, experts)
     for match, style in styles:
         style.src_data_rank = src_data_rank
@@ -433,16 +435,17 @@ class _Exchange:
         count = bounds[-1]
 
         def route(_: Coordinate, experts: torch.Tensor) -> Any:
-            flat = experts.reshape(-1)
-            chosen, pair = flat.sort(stable=True)
+            chosen, pair = experts.reshape(-1).long().sort(stable=True)
+            # An expert that does not exist, such as one past the last, means "none" in some models.
+            exists = (chosen >= 0) & (chosen < count)
+            chosen, pair = chosen[exists], pair[exists]
             if self.capacity_factor is not None:
-                starts = torch.searchsorted(chosen, torch.arange(count, device=flat.device))
-                place = torch.arange(flat.numel(), device=flat.device) - starts[chosen]
-                kept = place < math.ceil(self.capacity_factor * flat.numel() / count)
+                starts = torch.searchsorted(chosen, torch.arange(count, device=chosen.device))
+                place = torch.arange(len(chosen), device=chosen.device) - starts[chosen]
+                kept = place < math.ceil(self.capacity_factor * experts.numel() / count)
                 chosen, pair = chosen[kept], pair[kept]
-            # One past the last is an expert that does not exist: some models mean "none" by it.
-            edges = torch.searchsorted(chosen, torch.tensor(bounds, device=flat.device))
-            return pair[: edges[-1]], edges.diff()
+            edges = torch.searchsorted(chosen, torch.tensor(bounds, device=chosen.device))
+            return pair, edges.diff()
 
         return each_rank(grid, route, experts.detach(), axes=())
 

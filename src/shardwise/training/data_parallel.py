@@ -49,6 +49,13 @@ def data_parallel(
     if axes.given.outside:
         module.no_sync = contextlib.nullcontext  # type: ignore[assignment]
         return module
+    if src_data_rank is not None and not all(
+        0 <= src_data_rank < axes.grid.shape[axis] for axis in axes.axes
+    ):
+        raise LayoutError(
+            f"data_parallel: src_data_rank={src_data_rank} is not a coordinate on every axis of "
+            f"{axes.given!r}."
+        )
     forbid_both([axes], tensor_axes(module), "data_parallel")
     declared = declared_module(module)
     if declared is not None and DataAxes(axes, True) in declared.data_axes:

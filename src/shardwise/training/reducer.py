@@ -164,7 +164,7 @@ def declare(
         declared = DeclaredModule(module)
     before = dict(declared.__dict__)
     declared.data_axes = list(dict.fromkeys([*declared.data_axes, *data_axes]))
-    declared.bucket_bytes = bucket_bytes or declared.bucket_bytes
+    declared.bucket_bytes = declared.bucket_bytes if bucket_bytes is None else bucket_bytes
     declared.source = declared.source if source is None else source
     declared.refresh()
     try:
