@@ -206,3 +206,24 @@ def loaded_into_another_order():
 
 def test_its_state_loads_into_a_weight_with_ranks_in_another_order(processes):
     assert processes(loaded_into_another_order) == [True] * 4
+
+
+def stages():
+    """Each stage of a pipeline shards layers of its own over its data axis."""
+    mesh = mesh_of(pp=2, dp=2)
+    torch.manual_seed(0)
+    first, second, third = (torch.nn.Linear(4, n) for n in (4, 3, 2))
+    mine = ([first], [second, third])[mesh.get_local_rank("pp")]
+    x = torch.randn(2, 4)
+    for layer in mine:
+        expected = torch.autograd.grad(layer(x).sum(), list(layer.parameters()))
+        fully_shard(layer, mesh["dp"])
+        layer(x.chunk(2)[mesh.get_local_rank("dp")]).sum().backward()
+        for parameter, grad in zip(layer.parameters(), expected, strict=True):
+            torch.testing.assert_close(whole(parameter.grad), grad / 2)
+    return [tuple(layer.weight.shape) for layer in mine]
+
+
+def test_stages_of_a_pipeline_shard_layers_of_their_own(processes):
+    one, other = [(4, 4)], [(3, 4), (2, 4)]
+    assert processes(stages) == [one, one, other, other]

@@ -130,7 +130,7 @@ def fully_shard(
         problem = error
     request = "\n".join(f"{m.name}: {m.layout.shape} {m.layout.dtype}" for m in found)
     options = (reshard_after_forward, mp_policy, offload_policy, prefetch)
-    agree(axes.grid, "fully_shard", f"{options}\n{request}", problem)
+    agree(axes.given, "fully_shard", f"{options}\n{request}", problem)
     assert place is not None, "agree() raised"
     group = ParameterGroup(
         around,
