@@ -808,6 +808,12 @@ def test_a_tie_that_would_be_lost():
             model(IDS[0])
 
 
+@pytest.mark.parametrize("ignored", [["up.weight"], torch.ones(2), 3])
+def test_what_is_ignored_are_parameters(ignored):
+    with shardwise.simulate(2), pytest.raises(TypeError, match="ignored_params are parameters"):
+        fully_shard(Layer(), mesh_of(dp=2), ignored_params=ignored)
+
+
 def test_a_module_sharded_twice():
     with shardwise.simulate(2):
         layer = fully_shard(Layer(), mesh_of(dp=2))

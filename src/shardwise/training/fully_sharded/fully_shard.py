@@ -63,7 +63,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: CPUOffloadPolicy | None = None,
     prefetch: int = 1,
-    ignored_params: Iterable[nn.Parameter] = (),
+    ignored_params: Iterable[nn.Parameter] | None = (),
 ) -> _Modules:
     """Shard the parameters of a module over a data axis, in place; returns the module.
 
@@ -107,6 +107,7 @@ def fully_shard(
     around = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     place: ShardAxes | None = None
     found: list[Member] = []
+    ignored: set[str] = set()
     problem: Exception | None = None
     axes = mesh_axes(mesh)
     if axes.given.outside:
@@ -115,10 +116,8 @@ def fully_shard(
             f"{list(axes.given.ranks)}, which keep the parameters. Call it there only, or use a "
             "mesh of all ranks."
         )
-    left_out = {id(p) for p in ignored_params}
-    named = around.named_parameters(remove_duplicate=False)
-    ignored = {name for name, parameter in named if id(parameter) in left_out}
     try:
+        ignored = _names_of(around, ignored_params)
         place = find_place(around, axes)
         _check_options(place, reshard_after_forward, mp_policy, offload_policy, prefetch)
         forbid_both([axes], tensor_axes(around), "fully_shard")
@@ -194,6 +193,20 @@ def _listed(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
 
 
 # -- what is sharded, and along which axis ---------------------------------------------------------
+
+
+def _names_of(module: nn.Module, parameters: Any) -> set[str]:
+    """The names under which a module holds these parameters."""
+    if parameters is None:
+        return set()
+    given = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+    if not all(isinstance(p, nn.Parameter) for p in given):
+        raise ArgumentError(
+            f"fully_shard: ignored_params are parameters of the module, found {parameters!r:.100}."
+        )
+    numbers = {id(p) for p in given}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if id(parameter) in numbers}
 
 
 def _check_options(
