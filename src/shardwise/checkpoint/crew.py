@@ -176,21 +176,11 @@ class Piece:
         return Box(self.offset, tuple(self.tensor.shape))
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """A global tensor, and the pieces of it that ranks of this process hold."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    pieces: Sequence[Piece]
-
-
-def pieces_of(value: Any, name: str, present: Sequence[int]) -> Pieces:
+def pieces_of(value: Any, name: str, present: Sequence[int]) -> list[Piece]:
     """The pieces of a tensor on the ranks present; a plain tensor is whole on each of them."""
     own = getattr(value, "__checkpoint_pieces__", None)
     if own is not None:
-        found = [Piece(rank, tuple(offset), part.detach()) for rank, offset, part in own()]
-        return Pieces(tuple(value.shape), value.dtype, found)
+        return [Piece(rank, tuple(offset), part.detach()) for rank, offset, part in own()]
     if isinstance(value, DTensor):
         return _of_dtensor(value, name)
     plain = value.detach()
@@ -202,8 +192,7 @@ def pieces_of(value: Any, name: str, present: Sequence[int]) -> Pieces:
         raise CheckpointError(
             f"{name} is not a dense tensor with memory: {plain.layout}, on {plain.device}."
         )
-    start = (0,) * plain.dim()
-    return Pieces(tuple(plain.shape), plain.dtype, [Piece(r, start, t) for r, t in held])
+    return [Piece(rank, (0,) * plain.dim(), part) for rank, part in held]
 
 
 def is_partial(value: Any) -> bool:
@@ -219,7 +208,7 @@ def reduced(value: Any) -> Any:
     return value.detach().redistribute(placements=placements, order=value._layout.order)
 
 
-def _of_dtensor(value: DTensor, name: str) -> Pieces:
+def _of_dtensor(value: DTensor, name: str) -> list[Piece]:
     layout = value._layout
     if any(p.is_partial() for p in layout.placements):
         raise CheckpointError(
@@ -230,8 +219,7 @@ def _of_dtensor(value: DTensor, name: str) -> Pieces:
         raise CheckpointError(f"{name} is on the meta device and has no values.")
     whole: Any = value.detach()
     parts = rank_values(layout.grid, whole.to_local())
-    found = [
+    return [
         Piece(rank, layout.box(coordinate)[0], part)
         for rank, (coordinate, part) in zip(present(layout.grid), parts, strict=True)
     ]
-    return Pieces(layout.shape, layout.dtype, found)

@@ -115,15 +115,10 @@ class Matching:
         seen: set[tuple[Any, ...]] = set()
         for name, target in targets:
             saved = self.index.tensor(name)
-            for piece in pieces_of(target, name, crew.present).pieces:
+            for piece in pieces_of(target, name, crew.present):
                 memory = piece.tensor
-                key = (
-                    memory.device,
-                    memory.data_ptr(),
-                    memory.shape,
-                    memory.stride(),
-                    piece.offset,
-                )
+                place = (memory.device, memory.data_ptr(), memory.shape, memory.stride())
+                key = (*place, piece.offset)
                 if piece.rank not in crew.present or not memory.numel() or key in seen:
                     continue
                 seen.add(key)

@@ -85,24 +85,30 @@ class Reader:
         """Raise unless every byte that the requests need is there and fits its checksum."""
         blocks: dict[SavedChunk, set[int]] = {}
         names: dict[SavedChunk, str] = {}
-        for request in requests:
-            for chunk, part in _parts(request):
-                entry = self._entry(chunk, request)
-                names[chunk] = request.name
-                touched = blocks.setdefault(chunk, set())
-                for start, length, _ in contiguous_boxes(part, chunk.box, entry.dtype.itemsize):
-                    touched.update(range(start // BLOCK_BYTES, -(-(start + length) // BLOCK_BYTES)))
+        for request, chunk, entry, part in self._parts(requests):
+            names[chunk] = request.name
+            touched = blocks.setdefault(chunk, set())
+            for start, length, _ in contiguous_boxes(part, chunk.box, entry.dtype.itemsize):
+                touched.update(range(start // BLOCK_BYTES, -(-(start + length) // BLOCK_BYTES)))
         for chunk, touched in blocks.items():
             if chunk.sums is not None:
                 self._check_blocks(chunk, sorted(touched), names[chunk])
 
     def fill(self, requests: Sequence[ReadRequest]) -> None:
         """Read each request into its memory."""
+        for request, chunk, entry, part in self._parts(requests):
+            for start, length, box in contiguous_boxes(part, chunk.box, entry.dtype.itemsize):
+                self._copy(request, chunk, entry, part, start, length, box)
+
+    def _parts(
+        self, requests: Sequence[ReadRequest]
+    ) -> Iterator[tuple[ReadRequest, SavedChunk, TensorEntry, Box]]:
+        """The saved chunks that each request touches, and the box that it takes from each."""
         for request in requests:
-            for chunk, part in _parts(request):
-                entry = self._entry(chunk, request)
-                for start, length, box in contiguous_boxes(part, chunk.box, entry.dtype.itemsize):
-                    self._copy(request, chunk, entry, part, start, length, box)
+            for chunk in request.saved.chunks if request.box.volume else ():
+                part = chunk.box.intersect(request.box)
+                if part is not None:
+                    yield request, chunk, self._entry(chunk, request), part
 
     # -- files -------------------------------------------------------------------------------
 
@@ -189,14 +195,6 @@ class Reader:
         self._read(chunk.file, position, bytes_of(buffer))
         read = buffer.view(entry.dtype).view(box.sizes)
         target.copy_(read[wanted.within(box).slices])
-
-
-def _parts(request: ReadRequest) -> Iterator[tuple[SavedChunk, Box]]:
-    """The saved chunks that a request touches, and the box that it takes from each."""
-    for chunk in request.saved.chunks:
-        part = chunk.box.intersect(request.box) if request.box.volume else None
-        if part is not None:
-            yield chunk, part
 
 
 def contiguous_boxes(part: Box, outer: Box, itemsize: int) -> Iterator[tuple[int, int, Box]]:

@@ -58,7 +58,7 @@ from shardwise.checkpoint.safetensors import (
     sync_folder,
     write_synced,
 )
-from shardwise.checkpoint.tree import Node, Tree, joined, make_tree, merge
+from shardwise.checkpoint.tree import Node, Tree, joined, merge
 from shardwise.core.box import Box, why_not_tiled
 from shardwise.errors import CheckpointError, CheckpointWarning, printable
 from shardwise.launch import before_done
@@ -151,10 +151,9 @@ class _RankState:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """The file that a rank has written, with its chunks; None if it had nothing to write."""
+    """The file that a rank has written, if it had anything to write, and its chunks."""
 
-    file: str | None
-    saved: SavedFile | None
+    files: dict[str, SavedFile]
     chunks: list[tuple[str, SavedChunk]]
 
 
@@ -268,7 +267,7 @@ before_done.append(wait_for_saves)
 
 def _left_out(tree: Tree, saved: Iterable[torch.Tensor]) -> list[str]:
     """The modules with state that is not among what is saved; see Note [State beside a module]."""
-    if not tree.num_optimizers:
+    if not tree.optimizers:
         return []
     memory = {tensor.untyped_storage().data_ptr() for tensor in saved}
     return [
@@ -330,17 +329,16 @@ class _Job:
     # -- before writing ----------------------------------------------------------------------
 
     def _rank_states(self, state: Any, path: str) -> list[_RankState]:
-        tree = make_tree(state)
+        tree = Tree(state)
         held: list[dict[str, HeldBoxes]] = [{} for _ in self.crew.present]
         for name, value in tree.tensors.items():
-            pieces = pieces_of(reduced(value), name, self.crew.present)
             boxes: dict[int, list[Box]] = {rank: [] for rank in self.crew.present}
-            for piece in pieces.pieces:
+            for piece in pieces_of(reduced(value), name, self.crew.present):
                 if piece.rank in boxes:
                     boxes[piece.rank].append(piece.box)
                     self._values[piece.rank, name, piece.box] = piece.tensor
             for place, mine in enumerate(boxes.values()):
-                held[place][name] = HeldBoxes(pieces.shape, pieces.dtype, tuple(mine))
+                held[place][name] = HeldBoxes(tuple(value.shape), value.dtype, tuple(mine))
         self._left_out = _left_out(tree, self._values.values())
         token = secrets.token_hex(6)
         return [_RankState(path, token, table, tree.node, tree.ties) for table in held]
@@ -409,9 +407,10 @@ class _Job:
             self._claim.release()
 
     def _publish(self, written: Sequence[_Written]) -> None:
-        files = {w.file: w.saved for w in written if w.file is not None and w.saved is not None}
+        files: dict[str, SavedFile] = {}
         chunks: dict[str, list[SavedChunk]] = {}
         for one in written:
+            files.update(one.files)
             for name, chunk in one.chunks:
                 chunks.setdefault(name, []).append(chunk)
         tensors = {
@@ -495,11 +494,11 @@ class _RankFile:
         while len(self._done) < len(self._chunks):
             self._write_next()
         if self._file is None:
-            return _Written(None, None, [])
+            return _Written({}, [])
         self._file.sync()
         self._file.close()
         saved = SavedFile(self._file.num_bytes, zlib.crc32(self._file.header))
-        return _Written(self._path.name, saved, self._done)
+        return _Written({self._path.name: saved}, self._done)
 
     def close(self) -> None:
         if self._file is not None:

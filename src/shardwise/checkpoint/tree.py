@@ -12,7 +12,7 @@ import base64
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,18 +25,6 @@ _PLAIN = (type(None), bool, int, str)
 #: How many lists and tables may be inside each other. Two levels of JSON for each must stay below
 #: Python's limit of recursion when the state is read, however deep in the program that is.
 MAX_DEPTH = 200
-
-
-@dataclass(slots=True)
-class Tree:
-    """A state as JSON, and its tensors by name."""
-
-    node: Node = None
-    tensors: dict[str, Any] = field(default_factory=dict)
-    #: Tied names: name -> the name that the tensor has in `tensors`.
-    ties: dict[str, str] = field(default_factory=dict)
-    modules: dict[str, nn.Module] = field(default_factory=dict)
-    num_optimizers: int = 0
 
 
 def is_tensor(value: Any) -> bool:
@@ -58,30 +46,25 @@ def module_state(module: nn.Module) -> dict[str, Any]:
     return dict(module.state_dict(keep_vars=True))
 
 
-def make_tree(state: Any) -> Tree:
-    """Encode a state.
+class Tree:
+    """A state as JSON, and its tensors by name.
 
-    >>> make_tree({"lr": 0.5, "betas": (1, 2)}).node
+    >>> Tree({"lr": 0.5, "betas": (1, 2)}).node
     {'dict': [['lr', 0.5], ['betas', {'tuple': [1, 2]}]]}
     """
-    return _Encoding().tree_of(state)
 
-
-class _Encoding:
-    """Encodes one state: optimizers last, when the names of their parameters are known."""
-
-    def __init__(self) -> None:
-        self._tree = Tree()
+    def __init__(self, state: Any) -> None:
+        self.tensors: dict[str, Any] = {}
+        #: Tied names: name -> the name that the tensor has in `tensors`.
+        self.ties: dict[str, str] = {}
+        self.modules: dict[str, nn.Module] = {}
+        #: Each with its node and its name. Encoded last, when their parameters have names.
+        self.optimizers: list[tuple[dict[str, Any], Any, str]] = []
         #: id of a tensor -> its name.
         self._names: dict[int, str] = {}
-        self._optimizers: list[tuple[dict[str, Any], Any, str]] = []
-
-    def tree_of(self, state: Any) -> Tree:
-        self._tree.node = self._encode(state, "")
-        self._tree.num_optimizers = len(self._optimizers)
-        for node, optimizer, name in self._optimizers:
+        self.node: Node = self._encode(state, "")
+        for node, optimizer, name in self.optimizers:
             node.update(self._encode(keyed_by_name(optimizer, self._names_of), name))
-        return self._tree
 
     def _names_of(self, tensor: Any) -> list[str]:
         return [self._names[id(tensor)]] if id(tensor) in self._names else []
@@ -93,11 +76,11 @@ class _Encoding:
                 "no deeper ones. Save it as a tensor or as text."
             )
         if isinstance(value, nn.Module):
-            self._tree.modules[name] = value
+            self.modules[name] = value
             value = module_state(value)
         elif is_optimizer(value):
-            self._optimizers.append(({}, value, name))
-            return self._optimizers[-1][0]
+            self.optimizers.append(({}, value, name))
+            return self.optimizers[-1][0]
         elif is_stateful(value):
             value = value.state_dict()
         if is_tensor(value):
@@ -115,14 +98,13 @@ class _Encoding:
         return _encode_plain(value, name)
 
     def _encode_tensor(self, value: Any, name: str) -> Node:
-        tree = self._tree
-        if name in tree.tensors or name in tree.ties:
+        if name in self.tensors or name in self.ties:
             raise CheckpointError(f"Two tensors of the state are called {name!r}: rename a key.")
         first = self._names.setdefault(id(value), name)
         if first == name:
-            tree.tensors[name] = value
+            self.tensors[name] = value
         else:
-            tree.ties[name] = first
+            self.ties[name] = first
         return {"tensor": name}
 
 
@@ -225,7 +207,7 @@ def decode(node: Node, tensor_of: Callable[[str], Any]) -> Any:
 
 
 def check_node(node: Node, where: str, names: set[str]) -> None:
-    """Raise unless a node is one that `make_tree` could have made, of tensors among `names`."""
+    """Raise unless a node is one that a state could have, of tensors among `names`."""
     if type(node) in (*_PLAIN, float):
         return
     if not isinstance(node, dict) or len(node) != 1:
