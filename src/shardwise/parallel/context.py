@@ -103,7 +103,7 @@ def context_parallel(
     told = positions if positions in takes else None
     parts = _SplitInputs(group, takes, tuple(dims.items()), told)
     if group.size > 1:
-        prepend_input_hook(module, functools.partial(_take, parts))
+        prepend_input_hook(module, parts.take)
     for attending in found:
         attending.__dict__[_DONE] = axis
         if group.size > 1:
@@ -148,7 +148,7 @@ class _SplitInputs:
     dims: tuple[tuple[str, int], ...]
     positions: str | None
 
-    def taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(self.names, args, strict=False)) | kwargs
         split = {name: given[name] for name, _ in self.dims if given.get(name) is not None}
         dims = dict(self.dims)
@@ -160,6 +160,8 @@ class _SplitInputs:
             here[self.positions] = self._numbered(next(iter(split.values())), length)
         changed = [here.pop(name, x) for name, x in zip(self.names, args, strict=False)]
         return tuple(changed), {**kwargs, **here}
+
+    breaks_graph(take, "context_parallel splits inputs outside of the graph")
 
     def _check(self, sizes: Mapping[str, int], length: int) -> None:
         num = self.group.size
@@ -196,10 +198,6 @@ class _SplitInputs:
         return sized(self.group.map(numbered, like))
 
 
-def _take(parts: _SplitInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return parts.taken(args, kwargs)
-
-
 def _attend(
     module: nn.Module, group: AxisGroup, method: str | None, *args: Any, **kwargs: Any
 ) -> Any:
@@ -207,8 +205,7 @@ def _attend(
         return type(module).forward(module, *args, **kwargs)
 
 
-for _step in (_take, _attend):
-    breaks_graph(_step, "context_parallel splits inputs and exchanges keys outside of the graph")
+breaks_graph(_attend, "context_parallel exchanges keys outside of the graph")
 
 
 class _OverSequence(TorchFunctionMode):

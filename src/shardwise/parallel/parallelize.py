@@ -272,7 +272,7 @@ def check_plan(module: nn.Module, plan: Plan, device_mesh: DeviceMesh | int) -> 
         num_ranks = device_mesh.size(tensor_axis(device_mesh))
     if num_ranks < 1:
         raise LayoutError(f"A plan is for at least one rank, found {num_ranks}.")
-    styles, unreadable = readable(plan)
+    styles, unreadable = readable(plan) if isinstance(plan, Mapping) else (plan, [])
     found = resolve(module, styles, check=False)
     wrong = [*unreadable, *problems(list(found.targets))]
     added: list[Target] = []

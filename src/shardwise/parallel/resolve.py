@@ -58,23 +58,21 @@ def styles_of(plan: Any) -> dict[str, ParallelStyle]:
             "parallelize_plan is a style, a word for one, or a dict from paths to them; found "
             f"{type(plan).__name__}."
         )
-    styles = {}
-    for pattern, entry in with_experts_joined(plan).items():
-        if not isinstance(pattern, str):
-            raise ArgumentError(f"A path in a plan is a string, found {pattern!r}.")
-        styles[pattern] = style_of(entry, pattern)
+    styles, wrong = readable(plan)
+    for error in wrong:
+        raise error
     return styles
 
 
-def readable(plan: Any) -> tuple[Any, list[ShardwiseError]]:
+def readable(plan: Mapping[str, Any]) -> tuple[dict[str, ParallelStyle], list[ShardwiseError]]:
     """The valid entries of a plan as styles, and the errors of the others."""
-    if not isinstance(plan, Mapping):
-        return plan, []
     kept: dict[str, ParallelStyle] = {}
     wrong: list[ShardwiseError] = []
     for pattern, entry in with_experts_joined(plan).items():
         try:
-            kept |= styles_of({pattern: entry})
+            if not isinstance(pattern, str):
+                raise ArgumentError(f"A path in a plan is a string, found {pattern!r}.")
+            kept[pattern] = style_of(entry, pattern)
         except ShardwiseError as error:
             wrong.append(error)
     return kept, wrong
@@ -152,12 +150,12 @@ def fit_heads(root: nn.Module, targets: Iterable[Target], num_ranks: int) -> lis
             if count % num_ranks == 0:
                 continue
             target = found[number]
-            fits = [n for n in range(1, most + 1) if _heads_fit(set(counts.values()), n)]
-            if num_ranks not in fits:
+            possible = [n for n in range(1, most + 1) if _heads_fit(set(counts.values()), n)]
+            if num_ranks not in possible:
                 raise LayoutError(
                     f"Module {parent!r}: {num_ranks} ranks cannot split {target.path!r} between "
                     f"its {count} heads; its layers have {', '.join(map(str, counts.values()))} "
-                    f"heads. A tensor axis of {', '.join(map(str, fits))} works, or the style "
+                    f"heads. A tensor axis of {', '.join(map(str, possible))} works, or the style "
                     '"colwise_rep" for these layers, which gathers their heads.'
                 )
             style: Any = target.style
