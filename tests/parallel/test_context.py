@@ -138,5 +138,14 @@ def test_bad_use(mesh):
     context_parallel(model, mesh, "layers.*")
     with pytest.raises(LayoutError, match="once"):
         context_parallel(model, mesh, "layers.*")
+    other = torch.nn.Sequential(OnlyInput(), OnlyInput())
+    with pytest.raises(ArgumentError, match="takes input, and no 'places'"):
+        context_parallel(other, mesh, "0", sequence_dims={"input": 1}, positions="places")
+    context_parallel(other, mesh, "0", sequence_dims={"input": -4})
+    for again, path in ((other, "1"), (torch.nn.ModuleDict({"inner": other}), "inner.1")):
+        with pytest.raises(LayoutError, match="splits its inputs already"):
+            context_parallel(again, mesh, path)
+    with pytest.raises(LayoutError, match=r"splits 'input' along dim -4, and it has shape \(1, 8"):
+        other(torch.zeros(1, 8, 8))
     with pytest.raises(LayoutError, match=r"multiple of 2.*'input_ids': 7"):
         model(torch.zeros(1, 7, dtype=torch.int64))

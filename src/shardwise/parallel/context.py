@@ -37,7 +37,9 @@ from shardwise.training.reducer import declared_module
 
 #: The inputs of Hugging Face's models that hold one entry for each position, and the dim.
 _SEQUENCES = {"input_ids": 1, "inputs_embeds": 1, "position_ids": 1}
-_DONE = "_context_parallel"
+_POSITIONS = "position_ids"
+#: The attributes of attention modules, and of a module that gets parts of sequences.
+_DONE, _SPLITS = "_context_parallel", "_splits_sequences"
 _METHODS = (None, "ring", "heads")
 
 
@@ -48,7 +50,7 @@ def context_parallel(
     *,
     axis: str = "cp",
     sequence_dims: Mapping[str, int] | None = None,
-    positions: str | None = "position_ids",
+    positions: str | None = _POSITIONS,
     method: str | None = None,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
@@ -89,6 +91,13 @@ def context_parallel(
         raise ArgumentError(f"context_parallel(method=...) is one of {_METHODS}, found {method!r}.")
     group = AxisGroup(grid_of(device_mesh), number)
     found = _attention_modules(module, attention)
+    for path, inner in module.named_modules():
+        if _SPLITS in inner.__dict__:
+            raise LayoutError(
+                f"context_parallel: {f'module {path!r}' if path else 'the module'} splits its "
+                "inputs already, and a second time would split the parts. Name all attention "
+                "modules in one call."
+            )
     signature = inspect.signature(module.forward).parameters
     takes = tuple(signature)
     dims = dict(sequence_dims) if sequence_dims is not None else _sequences_in(signature)
@@ -99,9 +108,14 @@ def context_parallel(
             f"sequence_dims names {', '.join(missing) or 'none of them'}. Name the inputs to split "
             "along the sequence: sequence_dims={'input_ids': 1}."
         )
+    if positions not in (None, _POSITIONS, *takes):
+        raise ArgumentError(
+            f"context_parallel: forward of {type(module).__name__} takes {', '.join(takes)}, and "
+            f"no {positions!r}. Name the input for positions, or None if there is none."
+        )
     declare_data_axis(module, device_mesh[axis], src_data_rank)
-    told = positions if positions in takes else None
-    parts = _SplitInputs(group, takes, tuple(dims.items()), told)
+    parts = _SplitInputs(group, takes, dims, positions if positions in takes else None)
+    module.__dict__[_SPLITS] = axis
     if group.size > 1:
         prepend_input_hook(module, parts.take)
     for attending in found:
@@ -145,17 +159,16 @@ class _SplitInputs:
 
     group: AxisGroup
     names: tuple[str, ...]
-    dims: tuple[tuple[str, int], ...]
+    dims: dict[str, int]
     positions: str | None
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(self.names, args, strict=False)) | kwargs
-        split = {name: given[name] for name, _ in self.dims if given.get(name) is not None}
-        dims = dict(self.dims)
-        sizes = {name: one_part(x).shape[dims[name]] for name, x in split.items()}
+        split = {name: given[name] for name in self.dims if given.get(name) is not None}
+        sizes = {name: self._size(name, one_part(x).shape) for name, x in split.items()}
         length = max(sizes.values(), default=0)
         self._check(sizes, length)
-        here = {name: self._part(x, dims[name]) for name, x in split.items()}
+        here = {name: self._part(x, self.dims[name]) for name, x in split.items()}
         if self.positions is not None and given.get(self.positions) is None:
             here[self.positions] = self._numbered(next(iter(split.values())), length)
         changed = [here.pop(name, x) for name, x in zip(self.names, args, strict=False)]
@@ -163,18 +176,27 @@ class _SplitInputs:
 
     breaks_graph(take, "context_parallel splits inputs outside of the graph")
 
-    def _check(self, sizes: Mapping[str, int], length: int) -> None:
+    def _size(self, name: str, shape: torch.Size) -> int:
+        dim = self.dims[name]
+        if not -len(shape) <= dim < len(shape):
+            raise LayoutError(
+                f"context_parallel: sequence_dims splits {name!r} along dim {dim}, and it has "
+                f"shape {tuple(shape)}."
+            )
+        return shape[dim]
+
+    def _check(self, sizes: dict[str, int], length: int) -> None:
         num = self.group.size
         if not sizes:
             raise ArgumentError(
                 "context_parallel: the module was called without any of the inputs that are split "
-                f"along the sequence, {', '.join(name for name, _ in self.dims)}."
+                f"along the sequence, {', '.join(self.dims)}."
             )
         if any(size != length for size in sizes.values()) or length % num or length < 2 * num:
             raise LayoutError(
                 f"context_parallel: {num} ranks along axis {self.group.name!r} split sequences of "
-                f"one length that is a multiple of {num}, and at least {2 * num}; found "
-                f"{dict(sizes)}. Pad them."
+                f"one length that is a multiple of {num}, and at least {2 * num}; found {sizes}. "
+                "Pad them."
             )
 
     def _part(self, x: Any, dim: int) -> Any:
