@@ -85,7 +85,7 @@ class Reader:
         """Raise unless every byte that the requests need is there and fits its checksum."""
         blocks: dict[SavedChunk, set[int]] = {}
         names: dict[SavedChunk, str] = {}
-        for request, chunk, entry, part in self._parts(requests):
+        for request, chunk, entry, part in self._touched(requests):
             names[chunk] = request.name
             touched = blocks.setdefault(chunk, set())
             for start, length, _ in contiguous_boxes(part, chunk.box, entry.dtype.itemsize):
@@ -96,11 +96,11 @@ class Reader:
 
     def fill(self, requests: Sequence[ReadRequest]) -> None:
         """Read each request into its memory."""
-        for request, chunk, entry, part in self._parts(requests):
+        for request, chunk, entry, part in self._touched(requests):
             for start, length, box in contiguous_boxes(part, chunk.box, entry.dtype.itemsize):
                 self._copy(request, chunk, entry, part, start, length, box)
 
-    def _parts(
+    def _touched(
         self, requests: Sequence[ReadRequest]
     ) -> Iterator[tuple[ReadRequest, SavedChunk, TensorEntry, Box]]:
         """The saved chunks that each request touches, and the box that it takes from each."""
