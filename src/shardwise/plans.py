@@ -208,16 +208,13 @@ def find_tensor(root: nn.Module, path: str) -> tuple[nn.Module, str, torch.Tenso
 
 def find_module(root: nn.Module, path: str, asked: str | None = None) -> nn.Module:
     """The module at a path; the root for ""."""
-    module: nn.Module | None = root
-    for part in path.split(".") if path else ():
-        module = module._modules.get(part) if module is not None else None
-        if module is None:
-            known = list(all_paths(root))
-            known += _tensor_paths(root) if asked is not None else []
-            what = "module" if asked is None else "parameter"
-            raise PathError(_no_such(what, root, asked or path, known))
-    assert module is not None, "a path without a module has raised"
-    return module
+    try:
+        return root.get_submodule(path)
+    except AttributeError:
+        known = list(all_paths(root))
+        known += _tensor_paths(root) if asked is not None else []
+        what = "module" if asked is None else "parameter"
+        raise PathError(_no_such(what, root, asked or path, known)) from None
 
 
 def _tensor_paths(root: nn.Module) -> list[str]:

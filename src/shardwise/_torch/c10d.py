@@ -40,7 +40,8 @@ _unregister_group: Any = _names.find(
 _meshes: Any = _names.find(
     "torch.distributed.device_mesh._mesh_resources", "`with device_mesh:` is not seen"
 )
-_root_mesh: Any = _names.find(
+#: The mesh that a submesh was taken from.
+root_mesh: Callable[[DeviceMesh], DeviceMesh] = _names.find(
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
     "data_parallel() takes a submesh for a mesh of its own",
     instead=lambda mesh: mesh,
@@ -71,20 +72,17 @@ _torch_defaults = {
 _set_timeout: Any = _names.find(
     "torch.distributed.distributed_c10d._set_pg_timeout", _LONG_WAITS, instead=None
 )
-_default_store: Any = _names.find(
+#: The store in which the ranks met.
+default_store: Callable[[], Any] = _names.find(
     "torch.distributed.distributed_c10d._get_default_store",
     "an error of a collective does not say what the other ranks did",
 )
-_functional_collectives: Callable[[], Any] = _names.later(
+#: Has torch declare its functional collectives as ops.
+declare_collectives: Callable[[], Any] = _names.later(
     "torch.distributed._functional_collectives",
     "CommDebugMode counts collectives under other names than torch's does",
     instead=None,
 )
-
-
-def declare_collectives() -> None:
-    """Have torch declare its functional collectives as ops."""
-    _functional_collectives()
 
 
 def silent_group(rank: int, size: int) -> Any:
@@ -92,19 +90,9 @@ def silent_group(rank: int, size: int) -> Any:
     return _FakeGroup._create_internal(rank, size)
 
 
-def default_store() -> Any:
-    """The store in which the ranks met."""
-    return _default_store()
-
-
 def mesh_stack() -> list[DeviceMesh]:
     """The meshes of the surrounding `with device_mesh:`, the innermost last."""
     return _meshes.mesh_stack
-
-
-def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that a submesh was taken from."""
-    return _root_mesh(mesh)
 
 
 def mesh_without_groups(

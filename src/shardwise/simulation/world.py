@@ -214,8 +214,6 @@ def _stacked(tensors: Sequence[torch.Tensor]) -> LocalTensor:
     return from_ranks(world, ranks, [torch.stack([t.on_rank(r) for t in locals_]) for r in ranks])
 
 
-_BACKEND = "shardwise_simulated"
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -248,12 +246,13 @@ class simulate:
         self._entered: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> simulate:
-        stack = contextlib.ExitStack()
-        stack.enter_context(fresh_c10d())
-        world = stack.enter_context(_simulated_world(self.world_size))
+        entered = contextlib.ExitStack()
+        world = entered.enter_context(
+            _world("shardwise_simulated", SimulatedGroup, 0, self.world_size, simulated=True)
+        )
         if self._faults is not None:
             self._injector = world.faults = FaultInjector(self._faults, self.world_size)
-        self._entered.append(stack)
+        self._entered.append(entered)
         return self
 
     @property
@@ -274,21 +273,23 @@ class simulate:
 
 
 @contextlib.contextmanager
-def _simulated_world(world_size: int) -> Iterator[World]:
-    if _BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(
-            _BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"]
-        )
-    dist.init_process_group(_BACKEND, store=HashStore(), rank=0, world_size=world_size)
-    world = enter_world(dist.GroupMember.WORLD, simulated=True)
-    try:
-        yield world
-    finally:
-        leave_world(world)
+def _world(
+    backend: str, make_group: Callable[..., Any], rank: int, size: int, *, simulated: bool
+) -> Iterator[World]:
+    """A world of its own, with groups `make_group(rank, size, name)` of this backend."""
 
+    def make(options: Any, backend_options: Any) -> Any:
+        return make_group(options.group_rank, options.group_size, options.group_id)
 
-def _make_group(options: Any, backend_options: Any) -> Any:
-    return SimulatedGroup(options.group_rank, options.group_size, options.group_id)
+    if backend not in dist.Backend.backend_list:
+        dist.Backend.register_backend(backend, make, extended_api=True, devices=["cpu", "cuda"])
+    with fresh_c10d():
+        dist.init_process_group(backend, store=HashStore(), rank=rank, world_size=size)
+        world = enter_world(dist.GroupMember.WORLD, simulated=simulated)
+        try:
+            yield world
+        finally:
+            leave_world(world)
 
 
 # -- one rank ------------------------------------------------------------------------------------
@@ -299,29 +300,17 @@ def _make_group(options: Any, backend_options: Any) -> Any:
 # What ranks compare before they shard is real: every other rank answers as this one does.
 
 
-_ONE_RANK = "shardwise_one_rank"
-
-
 @contextlib.contextmanager
 def play_one_rank(rank: int, world_size: int) -> Iterator[World]:
     """This process as one rank of a world in which tensors have no values."""
-    if _ONE_RANK not in dist.Backend.backend_list:
-        dist.Backend.register_backend(
-            _ONE_RANK, _make_one_rank, extended_api=True, devices=["cpu", "cuda"]
-        )
-    with fresh_c10d():
-        dist.init_process_group(_ONE_RANK, store=HashStore(), rank=rank, world_size=world_size)
-        world = enter_world(dist.GroupMember.WORLD, simulated=False)
+    with _world("shardwise_one_rank", _silent_group, rank, world_size, simulated=False) as world:
         world.has_values = False
-        try:
-            with torch.device("meta"):
-                yield world
-        finally:
-            leave_world(world)
+        with torch.device("meta"):
+            yield world
 
 
-def _make_one_rank(options: Any, backend_options: Any) -> Any:
-    return silent_group(options.group_rank, options.group_size)
+def _silent_group(rank: int, size: int, name: str) -> Any:
+    return silent_group(rank, size)
 
 
 # -- faults --------------------------------------------------------------------------------------
