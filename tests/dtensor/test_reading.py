@@ -49,3 +49,11 @@ def test_memory_that_is_not_there_is_not_touched(mesh):
         x.apply_(abs)
     with pytest.raises(UnsupportedError, match="to_local"):
         np.from_dlpack(x)
+
+
+def test_shards_move_to_shared_memory(mesh):
+    """As `module.share_memory()` asks of each parameter; torch would end the process."""
+    layer = torch.nn.Linear(4, 4)
+    shardwise.distribute_module(layer, mesh, lambda *_: None)
+    assert layer.share_memory() is layer
+    assert layer.weight.to_local().on_rank(1).is_shared()

@@ -76,6 +76,20 @@ def test_looking_at_it_does_not_wait(alone):
     assert x.sum().item() == 15
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        torch.from_dlpack,
+        lambda x: x.apply_(lambda value: value),
+        lambda x: x.share_memory_(),
+    ],
+    ids=["dlpack", "apply", "share"],
+)
+def test_what_reads_memory_without_an_op_waits(alone, read):
+    """Torch would end the process, as a tensor that is pending has no memory."""
+    assert torch.equal(read(started(alone)._local), torch.arange(6.0).view(3, 2))
+
+
 def test_where_nothing_is_sent_nothing_is_pending(alone):
     x = shardwise.distribute_tensor(torch.ones(4), alone, [Replicate()])
     assert type(x.redistribute(placements=[Shard(0)], async_op=True)._local) is torch.Tensor

@@ -281,6 +281,24 @@ def test_a_module_runs_on_every_rank():
         assert torch.equal(y.on_rank(rank), layer(torch.full((1, 2), float(rank))))
 
 
+def test_what_reads_memory_without_an_op():
+    """Torch would end the process, as the wrapper has none."""
+    x, same = ranked([1.0], [2.0], [3.0], [4.0]), ranked([1.0], [1.0], [1.0], [1.0])
+    assert x.apply_(lambda value: value + 1) is x
+    assert x.share_memory_() is x
+    assert per_rank(x) == [[2], [3], [4], [5]]
+    assert all(x.on_rank(rank).is_shared() for rank in range(4))
+    assert torch.equal(torch.from_dlpack(same), torch.ones(1))
+    with pytest.raises(RankMismatchError, match="one tensor"):
+        torch.from_dlpack(x)
+
+
+def test_a_number_of_results_that_differs_names_the_ranks():
+    x = LocalTensor.per_rank(lambda rank: torch.ones(1 + rank % 2))
+    with pytest.raises(RankMismatchError, match=r"number of results.*rank 0 has 1; rank 1 has 2"):
+        x.split(1)
+
+
 def test_a_deep_copy_is_apart():
     x = ranked([1.0], [2.0], [3.0], [4.0]).requires_grad_()
     twin = copy.deepcopy(x)

@@ -579,6 +579,15 @@ class Pending(torch.Tensor):
     def data_ptr(self) -> int:
         return self.result().data_ptr()
 
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.detach().__dlpack__(*args, **kwargs)
+
+    def apply_(self, callable: Callable[[Any], Any]) -> torch.Tensor:
+        return self.result().apply_(callable)
+
+    def share_memory_(self) -> torch.Tensor:
+        return self.result().share_memory_()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copied = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
         return copied

@@ -400,6 +400,11 @@ class DTensor(Wrapped):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
         refuse_memory("__dlpack__")
 
+    def share_memory_(self) -> DTensor:
+        """Move the local tensor to shared memory."""
+        self._local.share_memory_()
+        return self
+
     # -- conversions -------------------------------------------------------------------------
 
     @staticmethod

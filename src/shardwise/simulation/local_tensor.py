@@ -213,6 +213,21 @@ class LocalTensor(torch.Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         return self.agreed().numpy(force=force)
 
+    # Torch would read memory that this tensor does not have, and end the process.
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.agreed().__dlpack__(*args, **kwargs)
+
+    def apply_(self, callable: Callable[[Any], Any]) -> LocalTensor:
+        for part in self._parts:
+            part.apply_(callable)
+        return self
+
+    def share_memory_(self) -> LocalTensor:
+        for part in self._parts:
+            part.share_memory_()
+        return self
+
     def __format__(self, spec: str) -> str:
         """As any tensor's: a 0-dim tensor that all ranks share is formatted as a number."""
         if self.dim() or (not spec and as_plain(self) is self):
@@ -496,6 +511,7 @@ def wrap_results(results: list[Any], roster: Roster, asked: str, sized: bool = F
             return first  # an optimizer checks whether a gradient is sparse, and reads its rows
         return LocalTensor(results, roster, sized)
     if isinstance(first, (tuple, list)):
+        agreed_value(list(map(len, results)), roster, f"the number of results of {asked}")
         columns = zip(*results, strict=True)
         whole = [wrap_results(list(each), roster, asked, sized) for each in columns]
         return type(first)(whole)
