@@ -7,6 +7,7 @@ its own tensors, so it waits for the modules of torch that have to know.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -21,13 +22,18 @@ def register() -> None:
 
     from shardwise.core.placements import MaskPartial, NormPartial, Partial, Replicate, Shard
 
-    add_safe_globals(
-        [
-            (_dtensor, "shardwise.dtensor.tensor._unpickle"),
-            (_sharded_tensor, "shardwise.shard.tensor._unpickle"),
-            *(MaskPartial, NormPartial, Partial, Replicate, Shard),
-        ]
-    )
+    modules = ("dtensor.tensor", "shard.tensor", "simulation.local_tensor")
+    classes = (MaskPartial, NormPartial, Partial, Replicate, Shard)
+    add_safe_globals([*(_unpickle_of(f"shardwise.{name}") for name in modules), *classes])
+
+
+def _unpickle_of(module: str) -> tuple[Callable[..., Any], str]:
+    """The module's `_unpickle`, imported when it is called, and its name."""
+
+    def unpickle(*state: Any) -> Any:
+        return importlib.import_module(module)._unpickle(*state)
+
+    return unpickle, f"{module}._unpickle"
 
 
 def register_with_torch() -> None:
@@ -47,18 +53,6 @@ def _after(name: str, then: Callable[[ModuleType], None]) -> None:
         then(sys.modules[name])
     else:
         sys.meta_path.insert(0, _Import(name, then))
-
-
-def _dtensor(*state: Any) -> Any:
-    from shardwise.dtensor.tensor import _unpickle
-
-    return _unpickle(*state)
-
-
-def _sharded_tensor(*state: Any) -> Any:
-    from shardwise.shard.tensor import _unpickle
-
-    return _unpickle(*state)
 
 
 class _Import(MetaPathFinder):

@@ -281,6 +281,17 @@ def test_a_module_runs_on_every_rank():
         assert torch.equal(y.on_rank(rank), layer(torch.full((1, 2), float(rank))))
 
 
+def test_it_is_saved_and_loaded_without_running_code(tmp_path):
+    """As the plain tensor is that `to_local()` gives in a process."""
+    x = torch.nn.Parameter(ranked([1.0], [1.0, 2.0], [3.0], [4.0]))
+    x.label = "a"
+    torch.save({"x": x}, tmp_path / "x.pt")
+    loaded = torch.load(tmp_path / "x.pt")["x"]
+    assert isinstance(loaded, torch.nn.Parameter)
+    assert (loaded.label, per_rank(loaded)) == ("a", [[1], [1, 2], [3], [4]])
+    assert per_rank((loaded * 2).detach()) == [[2], [2, 4], [6], [8]]
+
+
 def test_what_reads_memory_without_an_op():
     """Torch would end the process, as the wrapper has none."""
     x, same = ranked([1.0], [2.0], [3.0], [4.0]), ranked([1.0], [1.0], [1.0], [1.0])

@@ -309,11 +309,14 @@ class LocalTensor(torch.Tensor):
             )
         copies = [p.detach().clone() for p in self._parts]
         copied = memo[id(self)] = LocalTensor(copies, self._roster, self._sized)
-        own = {k: v for k, v in self.__dict__.items() if k == "_is_param" or k[0] != "_"}
-        copied.__dict__.update(copy.deepcopy(own, memo))
+        copied.__dict__.update(copy.deepcopy(_lasting(self.__dict__), memo))
         copied.requires_grad_(self.requires_grad)
         copied.grad = copy.deepcopy(self.grad, memo)
         return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        held = (self._parts, self._roster.ranks, self._roster.index, self._sized)
+        return _unpickle, (*held, self.requires_grad, _lasting(self.__dict__))
 
     # -- the op call -------------------------------------------------------------------------
 
@@ -340,6 +343,26 @@ class LocalTensor(torch.Tensor):
         if isinstance(first, torch.Tensor) and not first.is_sparse:
             return LocalTensor(results, roster, sized)
         return wrap_results(results, roster, str(func), sized)
+
+
+def _lasting(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes that a copy keeps: those of users, and whether it is a parameter."""
+    return {k: v for k, v in attributes.items() if k == "_is_param" or k[0] != "_"}
+
+
+def _unpickle(
+    parts: Sequence[torch.Tensor],
+    ranks: tuple[int, ...],
+    index: tuple[int, ...],
+    sized: bool,
+    requires_grad: bool,
+    attributes: dict[str, Any],
+) -> LocalTensor:
+    world = simulated_world("A LocalTensor")
+    restored = LocalTensor(parts, make_roster(world, ranks, index), sized)
+    restored.__dict__.update(attributes)
+    restored.requires_grad_(requires_grad)
+    return restored
 
 
 def as_plain(x: Any) -> Any:
