@@ -56,6 +56,24 @@ def said(api):
     yield same["user"], api.KeyedTensor.regroup([same], [["item"], ["item", "user"]])
 
 
+@pytest.mark.parametrize("types", [None, ["row_wise"]])
+def test_the_planner_keeps_the_kernel_of_a_constraint(types):
+    with shardwise.simulate(2):
+        model = Model(names.EmbeddingBagCollection(tables=bag_configs()))
+        dense = names.ParameterConstraints(sharding_types=types, compute_kernels=["dense"])
+        constraints = dict.fromkeys(("t_user", "t_item"), dense)
+        planner = names.EmbeddingShardingPlanner(constraints=constraints, batch_size=4)
+        plan = planner.collective_plan(model)
+        assert {each.compute_kernel for each in plan.plan["tables"].values()} == {"dense"}
+        parallel = names.DistributedModelParallel(model, plan=plan, device="cpu")
+        parallel(batches()[0]).mean().backward()
+        assert all(table.grad is not None for table in model.tables.parameters())
+        constraints["t_user"] = names.ParameterConstraints(types, ["fused_uvm"])
+        planner = names.EmbeddingShardingPlanner(constraints=constraints, batch_size=4)
+        with pytest.raises(UnsupportedError, match="fused_uvm"):
+            planner.plan(model)
+
+
 def test_keys_may_be_left_out_and_repeated():
     kjt = names.KeyedJaggedTensor(keys=KEYS, values=IDS, lengths=LENGTHS, weights=WEIGHTS)
     nothing, everything = kjt.split([0, 2])

@@ -60,13 +60,17 @@ Generator = Callable[[int, int], ParameterSharding]
 def _generator(
     kind: str, compute_kernel: str | None, ranks: Callable[[int, int], list[int] | None]
 ) -> Generator:
-    kernel = compute_kernel or "fused"
+    kernel = _checked_kernel(compute_kernel or "fused")
+    return lambda local, world: ParameterSharding(kind, kernel, ranks(local, world))
+
+
+def _checked_kernel(kernel: str) -> str:
     if kernel not in ("fused", "dense"):
         raise UnsupportedError(
             f"compute_kernel={kernel!r} is not there: tables are in the memory of their rank's "
             "device. Write 'fused', or 'dense' for gradients."
         )
-    return lambda local, world: ParameterSharding(kind, kernel, ranks(local, world))
+    return kernel
 
 
 def data_parallel() -> Generator:
@@ -340,14 +344,17 @@ class EmbeddingShardingPlanner:
             planned = find_plan(
                 free, mesh, batch=batch, memory=memory, ids_per_bag=factors or None
             ).plan
-            fixed |= {name: _from_entry(entry) for name, entry in planned.entries.items()}
+            fixed |= {
+                name: _from_entry(entry, self._kernel(name))
+                for name, entry in planned.entries.items()
+            }
         return EmbeddingModuleShardingPlan({t.name: fixed[t.name] for t in collection.tables})
 
     def _types(self, table: str) -> Generator | None:
         constraint = self._constraints.get(table)
         if constraint is None or not constraint.sharding_types:
             return None
-        kernel = constraint.compute_kernels[0] if constraint.compute_kernels else None
+        kernel = self._kernel(table)
         given: dict[str, Generator] = {
             "row_wise": row_wise(compute_kernel=kernel),
             "column_wise": column_wise(compute_kernel=kernel),
@@ -362,13 +369,18 @@ class EmbeddingShardingPlanner:
             )
         return given[kinds[0]]
 
+    def _kernel(self, table: str) -> str:
+        constraint = self._constraints.get(table)
+        kernels = constraint.compute_kernels if constraint is not None else None
+        return _checked_kernel(kernels[0] if kernels else "fused")
 
-def _from_entry(entry: Any) -> ParameterSharding:
+
+def _from_entry(entry: Any, kernel: str) -> ParameterSharding:
     options: dict[str, Any] = {"kind": entry} if isinstance(entry, str) else dict(entry)
     kind = options["kind"]
     ranks = [options["rank"]] if "rank" in options else options.get("ranks")
-    # Replicated tables too: a collection updates all its tables in backward.
-    return ParameterSharding("table_row_wise" if kind == "grid" else kind, "fused", ranks)
+    # Replicated tables may be fused too: a collection updates all its tables in backward.
+    return ParameterSharding("table_row_wise" if kind == "grid" else kind, kernel, ranks)
 
 
 def named_collections(module: nn.Module) -> dict[str, Any]:
