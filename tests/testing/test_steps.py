@@ -226,6 +226,7 @@ def test_text_of_a_case_says_it_all(each):
         "norms",
         "nobody | dp=2 | dp(dp) |  | sgd | 0",
         "norms | dp=2 | dq(dp) |  | sgd | 0",
+        "norms | dp=2 | dp(rep) |  | sgd | 0",
         "norms | dp=2 | dp(dp) | clop | sgd | 0",
         "norms | dp=2 | dp(dp) |  | sgd | x",
     ],

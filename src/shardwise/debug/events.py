@@ -55,7 +55,7 @@ class Places:
         # Nodes below `_numbers[i]`, and not below the one before, were made for `_makers[i]`.
         self._numbers = [next_node_number()]
         self._makers: list[tuple[str | None, str | None]] = [(None, None)]
-        #: Whether what `now` told of last ran in a module, or in the backward of one.
+        #: Whether the place that `now` returned last is in a module, or in the backward of one.
         self.inside = False
 
     def mark(self) -> None:
@@ -364,11 +364,7 @@ class Traffic:
 
     def inside(self, path: str) -> Traffic:
         """What a module sent, the modules inside it included; all is inside ""."""
-        return Traffic(
-            event
-            for event in self.events
-            if not path or event.module == path or event.module.startswith(f"{path}.")
-        )
+        return Traffic(event for event in self.events if not path or _is_below(event.module, path))
 
     def by_module(self, names: Sequence[str]) -> dict[str, dict[str, Counter[str]]]:
         """Per module and phase, how many of each kind; `names` has the module of each event.

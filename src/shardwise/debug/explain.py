@@ -221,14 +221,13 @@ def _calls(noted: Sequence[tuple[Any, Place]]) -> Iterator[PlannedCall]:
         events = []
         if isinstance(note, CommEvent):
             events.append(note)
-        while at < len(noted) and op is not None and _caused(noted[at][0], op):
-            events.append(noted[at][0])
+        while op is not None and at < len(noted):
+            following = noted[at][0]
+            if not isinstance(following, CommEvent) or following.op != op:
+                break
+            events.append(following)
             at += 1
         yield _call(note, place, op, tuple(events))
-
-
-def _caused(note: Any, op: str) -> bool:
-    return isinstance(note, CommEvent) and note.op == op
 
 
 def _op_of(note: Any) -> str | None:

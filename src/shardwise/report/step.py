@@ -235,7 +235,9 @@ def report_step(
     with Timeline() as timeline, Outputs(module) as outputs, live:
         with saved.listen():
             loss = forward()
-        _total(loss).backward()
+        if loss.dim():
+            raise LayoutError(f"A loss is one number, found a tensor of shape {tuple(loss.shape)}.")
+        loss.backward()
         before_update = live.peak
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         gradient_bytes = [sum_on(gradients, rank) for rank in ranks]
@@ -258,12 +260,6 @@ def report_step(
         memory.peak = max(before_update[rank] + memory.optimizer, live.peak[rank])
         report.memory.append(memory)
     return report
-
-
-def _total(loss: torch.Tensor) -> torch.Tensor:
-    if loss.dim():
-        raise LayoutError(f"A loss is one number, found a tensor of shape {tuple(loss.shape)}.")
-    return loss
 
 
 def parameter_report(name: str, tensor: torch.Tensor, ranks: Sequence[int]) -> ParameterReport:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -440,12 +441,8 @@ def _numbers(_: nn.Module, size: int) -> Batch:
     return torch.randn(size, WIDTH), torch.randn(size, 3)
 
 
-def _tokens(_: nn.Module, size: int) -> Batch:
-    return torch.randint(VOCABULARY, (size, 3)), torch.randint(VOCABULARY, (size, 3))
-
-
-def _sequences(_: nn.Module, size: int) -> Batch:
-    return torch.randint(VOCABULARY, (size, 8)), torch.randint(VOCABULARY, (size, 8))
+def _tokens(_: nn.Module, size: int, length: int = 3) -> Batch:
+    return torch.randint(VOCABULARY, (size, length)), torch.randint(VOCABULARY, (size, length))
 
 
 def _bags(_: nn.Module, size: int) -> Batch:
@@ -514,7 +511,7 @@ KINDS: dict[str, Kind] = {
     ),
     "sequences": Kind(
         Sequences,
-        _sequences,
+        partial(_tokens, length=8),
         MLP_PLAN
         | dict.fromkeys(("attention.q", "attention.k", "attention.v"), "colwise")
         | {"attention.o": "rowwise"},

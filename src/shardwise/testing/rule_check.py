@@ -44,7 +44,7 @@ from shardwise.dispatch.rule import Call, Rule, TensorMeta
 from shardwise.ops.lookup.embedding_rules import SparseRows
 from shardwise.simulation.world import simulate
 from shardwise.testing.cases import Cases
-from shardwise.testing.compare import Alone, OpCall, outcome_of
+from shardwise.testing.compare import Alone, OpCall, outcome_of, tensors_of
 from shardwise.testing.layouts import OperandLayouts, gather, random_of, scatter
 
 #: One axis, uneven and with empty shards, and two axes that may share a dim.
@@ -252,7 +252,7 @@ class _Entry:
 
 def _on_one_device(sample: Sample) -> Alone:
     """The call, with gradients of as many operands as possible."""
-    every = tuple(t.is_floating_point() or t.is_complex() for t in _tensors(sample.args))
+    every = tuple(t.is_floating_point() or t.is_complex() for t in tensors_of(sample.args))
     first = (every[0], *[False] * (len(every) - 1)) if every else ()
     for wants_grad in (every, first):
         with contextlib.suppress(RuntimeError):  # not differentiable with respect to one of them
@@ -322,7 +322,7 @@ class SampleAlone:
 
     def __init__(self, sample: Sample) -> None:
         self.sample = sample
-        self.tensors = _tensors(sample.args)
+        self.tensors = tensors_of(sample.args)
         inputs = tuple(TensorMeta(tuple(t.shape), tuple(t.stride()), t.dtype) for t in self.tensors)
         outputs, self._shape = _outputs(sample)
         self.call = Call(plain_op(sample.op), sample.args, sample.kwargs, inputs, outputs)
@@ -367,11 +367,6 @@ class SampleAlone:
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
-    flat = itertools.chain.from_iterable(a if isinstance(a, (list, tuple)) else [a] for a in args)
-    return [a for a in flat if isinstance(a, torch.Tensor)]
 
 
 def _outputs(sample: Sample) -> tuple[tuple[TensorMeta, ...], Any]:
@@ -461,8 +456,9 @@ def _starting_layouts(alone: SampleAlone, grid: Grid) -> Iterator[list[Layout]]:
     whole = [layout_of(meta, (REPLICATE,) * grid.num_axes, grid) for meta in call.inputs]
     yield whole
     for number, meta in enumerate(call.inputs):
-        is_norm = _could_be_norms(alone.tensors[number])
-        for term in _PARTIALS if is_norm else _PARTIALS[:-1]:
+        tensor = alone.tensors[number]
+        could_be_norms = tensor.is_floating_point() and bool((tensor >= 0).all())
+        for term in _PARTIALS if could_be_norms else _PARTIALS[:-1]:
             partial = list(whole)
             partial[number] = layout_of(meta, (term,) * grid.num_axes, grid)
             yield partial
@@ -486,10 +482,6 @@ def _starting_layouts(alone: SampleAlone, grid: Grid) -> Iterator[list[Layout]]:
                 tuple(reversed(range(grid.num_axes))),
             )
             yield inner_first
-
-
-def _could_be_norms(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and bool((tensor >= 0).all())
 
 
 def _ones(size: int, parts: int) -> list[int]:

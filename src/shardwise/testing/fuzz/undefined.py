@@ -120,18 +120,12 @@ class SharedGradients:
 
     def __init__(self, slots: Iterable[Any]) -> None:
         grads = [grad for grad in map(grad_of, slots) if _has_memory(grad) and not grad.is_sparse]
-        shared = [x for x in grads if any(x is not y and _is_shared(x, y) for y in grads)]
+        shared = [x for x in grads if any(x is not y and _share_memory(x, y) for y in grads)]
         self._before = [(grad, grad.clone()) for grad in shared]
 
     @property
     def changed(self) -> bool:
         return any(not torch.equal(grad, value) for grad, value in self._before)
-
-
-def _is_shared(x: torch.Tensor, y: torch.Tensor) -> bool:
-    if x.untyped_storage()._cdata != y.untyped_storage()._cdata:
-        return False
-    return not set(_addresses(x)).isdisjoint(_addresses(y))
 
 
 def _overlaps(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -141,8 +135,8 @@ def _overlaps(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         writes = argument.alias_info is not None and argument.alias_info.is_write
         (written if writes else read).extend(tensors)
-    same = op not in _BY_COUNT
-    return any(_share_some(x, y, same) for x in written for y in read)
+    in_order = op not in _BY_COUNT
+    return any(_share_memory(x, y, but_equal=in_order) for x in written for y in read)
 
 
 def _named(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
@@ -153,12 +147,12 @@ def _named(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[t
             yield argument, kwargs[argument.name]
 
 
-def _share_some(x: torch.Tensor, y: torch.Tensor, same: bool) -> bool:
-    """Whether entries share memory; with `same`, not if they are the same in the same places."""
+def _share_memory(x: torch.Tensor, y: torch.Tensor, *, but_equal: bool = False) -> bool:
+    """Whether entries share memory; with `but_equal`, not if each shares its own place alone."""
     if x.untyped_storage()._cdata != y.untyped_storage()._cdata:
         return False
     ours, theirs = _addresses(x), _addresses(y)
-    return not (same and ours == theirs) and not set(ours).isdisjoint(theirs)
+    return not (but_equal and ours == theirs) and not set(ours).isdisjoint(theirs)
 
 
 def _addresses(x: torch.Tensor) -> list[int]:

@@ -122,8 +122,11 @@ class StepCase:
         for found, known in (({kind}, KINDS), (chosen, OPTIONS), ({optimizer}, ANY_OPTIMIZER)):
             if not found <= set(known):
                 raise ArgumentError(f"{sorted(found - set(known))}: known are {', '.join(known)}.")
-        made = tuple(Door.parse(door) for door in doors.split(";"))
-        return StepCase(kind, Mesh.parse(mesh), made, chosen, optimizer, int(seed))
+        made, axes = tuple(map(Door.parse, doors.split(";"))), Mesh.parse(mesh)
+        for door in made:
+            if not set(door.axes) <= set(axes.names):
+                raise ArgumentError(f"The door {door} names an axis that {axes} does not have.")
+        return StepCase(kind, axes, made, chosen, optimizer, int(seed))
 
     def __str__(self) -> str:
         axes = ",".join(f"{n}={s}" for n, s in zip(self.mesh.names, self.mesh.sizes, strict=True))
