@@ -156,6 +156,11 @@ class Clicks(nn.Module):
         return self.top(self.tables(ids)).pow(2).mean()
 
 
+def only_tables():
+    model, batch = clicks()
+    return model.tables, batch
+
+
 def clicks():
     ids = torch.arange(24) % 3
     batch = Jagged(["user", "item", "day"], ids, lengths=torch.ones(24, dtype=torch.int64))

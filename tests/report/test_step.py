@@ -148,3 +148,19 @@ def test_patterns_that_match_nothing():
         step_of("fsdp=2", groups="layer.*")
     with pytest.raises(ArgumentError, match="along the axis 'cp'; found fsdp=2"):
         step_of("fsdp=2", context="layers.*")
+
+
+def test_sparse_gradients_are_stepped_by_sparse_adam():
+    report = explain_step(Case("report_models:sparse_rows"), Mesh.parse("dp=2"), "adamw")
+    assert report.facts["optimizer"] == "AdamW, SparseAdam"
+    # Two moments of a table of 8 x 4, and of a layer of 5 numbers.
+    assert report.memory[0].optimizer == 2 * 4 * (32 + 5)
+
+
+def test_a_model_that_is_updated_in_backward_needs_no_other_optimizer(tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(report_models.TABLE_PLAN)
+    case = Case("report_models:only_tables", str(plan))
+    report = explain_step(case, Mesh.parse("2"), "adamw")
+    assert report.facts["optimizer"] == "that of the tables"
+    assert report.num_bytes > 0

@@ -19,12 +19,12 @@ from shardwise.dispatch.rule import Choice, Rule
 from shardwise.testing.fuzz.__main__ import (
     Result,
     by_mesh,
+    failure_text,
     failures,
     main,
     play_seeds,
     script,
     summary,
-    told,
 )
 from shardwise.testing.fuzz.generate import MESHES, Growth, generate
 from shardwise.testing.fuzz.hand import Draft, NoFit
@@ -64,7 +64,9 @@ SEEDS = range(300)
 @pytest.mark.parametrize("part", range(10))
 def test_programs_hold_what_one_device_holds(part):
     results = list(play_seeds(by_mesh(SEEDS[part::10])))
-    failed = [told(result) for result in results if result.kind in ("wrong", "stale", "crash")]
+    failed = [
+        failure_text(result) for result in results if result.kind in ("wrong", "stale", "crash")
+    ]
     assert not failed, "\n\n".join(failed)
     done = [result for result in results if result.kind == "ok"]
     assert len(done) > 0.8 * len(results)

@@ -44,6 +44,7 @@ from shardwise.testing.loop import (
     loss_of,
     part_of_batch,
     per_rank,
+    sparse_parameters,
     split_batch,
 )
 
@@ -82,13 +83,13 @@ def run_explain(
             f"{', '.join(_OPTIMIZERS)}, and tables with an optimizer= of their own take that."
         )
     case = Case(target, plan, seed, groups=fully_shard, context=context, recompute=recompute)
-    said = Mesh.parse(mesh)
+    parsed = Mesh.parse(mesh)
     if ranks is None:
-        report = explain_step(case, said, optimizer)
-    elif ranks != said.num_ranks:
-        raise ArgumentError(f"--ranks asks for {ranks} ranks, and the mesh {said} has others.")
+        report = explain_step(case, parsed, optimizer)
+    elif ranks != parsed.num_ranks:
+        raise ArgumentError(f"--ranks asks for {ranks} ranks, and the mesh {parsed} has others.")
     else:
-        report = explain_layouts(case, said, optimizer, batch)
+        report = explain_layouts(case, parsed, optimizer, batch)
     if html is not None:
         write_html(report, html)
     if as_json:
@@ -149,16 +150,21 @@ def _take_step(
     fused = [each for each in collections_in(module).values() if each.optimizer is not None]
     updated = {id(p) for each in fused for p in each.parameters()}
     left = [p for p in sharded.module.parameters() if id(p) not in updated]
-    stepped = _OPTIMIZERS[optimizer](left, lr=1e-3)
+    optimizers = _optimizers(optimizer, left, sparse_parameters(sharded.module))
 
     def forward() -> torch.Tensor:
         return loss_of(call(sharded.module, mine))
 
     def state() -> list[torch.Tensor]:
         states = [found for each in fused for found in each.optimizer.state.values()]
-        return [*optimizer_tensors(stepped), *(t for each in states for t in each.values())]
+        own = [t for each in optimizers for t in optimizer_tensors(each)]
+        return [*own, *(t for each in states for t in each.values())]
 
-    report = report_step(case.target, sharded.module, device_mesh, forward, stepped.step, state)
+    def update() -> None:
+        for each in optimizers:
+            each.step()
+
+    report = report_step(case.target, sharded.module, device_mesh, forward, update, state)
     report.collectives = [_without_own_line(each) for each in report.collectives]
     report.facts = {
         "model": f"{case.target}, {sum(p.numel() for p in module.parameters()):,} parameters",
@@ -167,10 +173,22 @@ def _take_step(
         "attention over positions": ", ".join(case.context),
         "computed again in backward": ", ".join(case.recompute),
         "mesh": str(mesh),
-        "optimizer": optimizer,
+        "optimizer": ", ".join(type(each).__name__ for each in optimizers) or "that of the tables",
     }
     report.facts = {what: text for what, text in report.facts.items() if text}
     return report
+
+
+def _optimizers(
+    name: str, parameters: list[torch.nn.Parameter], sparse: list[torch.nn.Parameter]
+) -> list[torch.optim.Optimizer]:
+    """The optimizer of this name; SparseAdam for sparse gradients, which Adam refuses."""
+    by_sparse_adam = {id(p) for p in sparse} if name in ("adam", "adamw") else set()
+    kinds = [
+        (_OPTIMIZERS[name], [p for p in parameters if id(p) not in by_sparse_adam]),
+        (torch.optim.SparseAdam, [p for p in parameters if id(p) in by_sparse_adam]),
+    ]
+    return [kind(own, lr=1e-3) for kind, own in kinds if own]
 
 
 def _of_size(batch: Any, size: int) -> Any:
@@ -278,13 +296,13 @@ def _as_dict(parity: Parity, runs: list[TrainingParity]) -> dict[str, object]:
     differences = [
         {**asdict(each), "agrees": each.within(parity.tolerance)} for each in parity.differences
     ]
-    said: dict[str, object] = {
+    content: dict[str, object] = {
         "mesh": str(parity.mesh),
         "agrees": parity.agrees,
         "differences": differences,
     }
     if runs:
-        said["training"] = [
+        content["training"] = [
             {"options": run.options, "verdict": run.kind, "text": run.text} for run in runs
         ]
-    return said
+    return content

@@ -126,7 +126,7 @@ class Account:
     #: The kinds of calls as code and text, and the calls as indices of these.
     kinds: list[tuple[int, str]]
     calls: list[int]
-    #: Why nothing will follow; None where the rank is in the midst of something.
+    #: Why nothing will follow; None while the rank still runs.
     end: str | None
     #: The comparison that was not read yet: its number, its place, the state of the generators.
     sent: tuple[int, str, int] | None
@@ -150,12 +150,12 @@ def exchange_accounts(
 ) -> dict[int, Account]:
     """The accounts of the ranks that give one in time; this rank's was the first it gave."""
     post(json.dumps(asdict(mine)), topic)
-    said = posted(num_ranks, wait_s, topic)
-    return {rank: Account(**json.loads(said[rank])) for rank in sorted(said)}
+    texts = posted(num_ranks, wait_s, topic)
+    return {rank: Account(**json.loads(texts[rank])) for rank in sorted(texts)}
 
 
 def first_difference(accounts: dict[int, Account]) -> RankMismatchError | None:
-    """What the ranks should hear, unless their accounts agree as far as they go."""
+    """The error to raise on all ranks; None where their accounts agree as far as they go."""
     if len(accounts) < 2:
         return None
     start = max(account.start for account in accounts.values())
@@ -180,10 +180,10 @@ def _other_generators(accounts: dict[int, Account]) -> RankMismatchError | None:
     if len(set(states.values())) < 2:
         return None
     rank = next(iter(states))
-    said = _by_rank({rank: f"state {state & 0xFFFF:04x}" for rank, state in states.items()})
+    shown = _by_rank({rank: f"state {state & 0xFFFF:04x}" for rank, state in states.items()})
     account, (_, at, _) = accounts[rank], sent[rank]
     return RankMismatchError(
-        f"The random generators are in different states at {at}: {said}."
+        f"The random generators are in different states at {at}: {shown}."
         f"{_ran_before(account, account.start + len(account.calls))} Seed all ranks alike, and "
         "draw what only one rank needs from a torch.Generator of its own."
     )

@@ -92,7 +92,7 @@ class agree:
     names the ranks, the first call that differs, its layouts and its line in the program.
 
     A comparison after a step does not wait: its messages are read at the next steps, and when the
-    mode ends. So two ranks hear of a difference one step later, more within 2 log2(ranks) steps.
+    mode ends. So two ranks learn of a difference one step later, more within 2 log2(ranks) steps.
     Ops on plain tensors are not seen. With `rng=False` generators are not compared, for programs
     that draw other numbers on each rank on purpose.
 

@@ -99,9 +99,9 @@ class ShardingPicture:
         return shards_svg(self._layout.shape, [HeldBox(*each) for each in shards.holders.items()])
 
     def _repr_html_(self) -> str:
-        said = [self._header] * bool(self._header) + [_title(self._layout)]
-        said += _remarks(self._layout, holder_map(self._layout))
-        text = "<br>".join(map(escape, said))
+        lines = [self._header] * bool(self._header) + [_title(self._layout)]
+        lines += _remarks(self._layout, holder_map(self._layout))
+        text = "<br>".join(map(escape, lines))
         return f'<div style="max-width:20rem"><small>{text}</small>{self._repr_svg_()}</div>'
 
 

@@ -101,8 +101,8 @@ class Case:
 
         A plan of tables shards the collections in the module, on a mesh of one axis.
         """
-        said = Mesh(tuple(mesh.mesh_dim_names or ()), tuple(mesh.mesh.shape))
-        axes = self.data_axes(said)
+        named_axes = Mesh(tuple(mesh.mesh_dim_names or ()), tuple(mesh.mesh.shape))
+        axes = self.data_axes(named_axes)
         collections = list(collections_in(module).values())
         if self.plan is not None and section_of(self.plan) == "modules":
             module = parallelize_module(module, mesh, load_plan(self.plan), strict=True)
@@ -116,7 +116,7 @@ class Case:
         for inner in matched(module, self.recompute):
             recompute: Any = functools.partial(checkpoint, inner.forward, use_reentrant=False)
             inner.forward = recompute
-        return ShardedCase(module, said, axes)
+        return ShardedCase(module, named_axes, axes)
 
     def _train_along(self, module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
         """Call the front doors of the data axes: one that shards, and one that replicates."""

@@ -154,8 +154,8 @@ def _sections(report: StepReport) -> Iterator[str]:
 
 
 def _section(title: str, text: str, content: str) -> str:
-    said = f"<p>{escape(text)}</p>" if text else ""
-    return f"<section><h2>{escape(title)}</h2>{said}{content}</section>"
+    paragraph = f"<p>{escape(text)}</p>" if text else ""
+    return f"<section><h2>{escape(title)}</h2>{paragraph}{content}</section>"
 
 
 def _row(name: str, text: str) -> str:
@@ -353,10 +353,10 @@ def training_table(runs: Sequence[TrainingParity]) -> Table:
         figure = f"{worst.largest / worst.scale:.1e} {worst.name}" if worst is not None else ""
         verdict = {"ok": "agrees", "refused": "refused", "wrong": "differs"}[run.kind]
         text = run.text.partition("\n")[0]  # --json has where it was raised
-        said = f"{verdict}: {text}" if text else verdict
+        shown = f"{verdict}: {text}" if text else verdict
         style = None if run.kind == "ok" else "yellow" if run.kind == "refused" else "red"
         words = ", ".join(run.options) or "plain"
-        table.add_row(words, ", ".join(counts), Text(said), figure, style=style)
+        table.add_row(words, ", ".join(counts), Text(shown), figure, style=style)
     return table
 
 

@@ -41,6 +41,7 @@ from shardwise.testing.loop import (
     loss_of,
     per_rank,
     plain_loss,
+    sparse_parameters,
     split_batch,
     tensors_of,
     updates_together,
@@ -273,7 +274,7 @@ def check_training(
             f"{', which exclude each other' if chosen <= set(APPLY) else ''}."
         )
     module, _ = case.build()
-    if optimizer == "momentum" and _sparse(module):
+    if optimizer == "momentum" and sparse_parameters(module):
         optimizer = "sgd"
     runs = [chosen] if chosen else [frozenset[str](), *_applying(case, module, mesh)]
     subjects = [Subject(case, mesh, run, optimizer, tolerance) for run in runs]
@@ -289,21 +290,13 @@ def _applying(case: Case, module: nn.Module, mesh: Mesh) -> list[frozenset[str]]
     """The options that apply to this model, each by itself."""
     updating = any(each.optimizer is not None for each in collections_in(module).values())
     left_out = set(NOT_UPDATING) if updating else set()
-    if _sparse(module):
+    if sparse_parameters(module):
         left_out |= {"clip", "clamp", "zeros"}
     if any(isinstance(inner, BatchStatistics) for inner in module.modules()):
         left_out |= {"save", "reload"}  # ranks have different statistics: no common value
     if not case.data_axes(mesh):
         left_out.add("no_sync")
     return [frozenset([option]) for option in DEFAULT if option not in left_out]
-
-
-def _sparse(module: nn.Module) -> bool:
-    """Whether some gradient is sparse: torch cannot clip it or set it to zero."""
-    return any(
-        getattr(inner, "sparse", False) or getattr(inner, "_sparse", False)
-        for inner in module.modules()
-    )
 
 
 def training_of(subject: Subject) -> Training:

@@ -130,6 +130,16 @@ def collections_in(module: nn.Module) -> dict[str, Any]:
     return {path: each for path, each in module.named_modules() if isinstance(each, kinds)}
 
 
+def sparse_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters with sparse gradients, which some optimizers and torch's clipping refuse."""
+    found = [
+        inner
+        for inner in module.modules()
+        if getattr(inner, "sparse", False) or getattr(inner, "_sparse", False)
+    ]
+    return list(dict.fromkeys(p for inner in found for p in inner.parameters()))
+
+
 @contextlib.contextmanager
 def updates_together(module: nn.Module) -> Iterator[None]:
     """Collections that update in backward make one update for all parts, as when sharded."""

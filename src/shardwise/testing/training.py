@@ -341,9 +341,9 @@ def _roughly(
 
 
 def _first(outcomes: list[TrainingOutcome], what: str) -> str:
-    said = [getattr(o, what) for o in outcomes if getattr(o, what)]
+    texts = [getattr(o, what) for o in outcomes if getattr(o, what)]
     # A rank that fails closes its connections, so others fail too; its own error is the cause.
-    return next((text for text in said if "gloo/transport" not in text), said[0])
+    return next((text for text in texts if "gloo/transport" not in text), texts[0])
 
 
 def _said(each: Difference) -> str:
@@ -400,10 +400,10 @@ def _judge_some(
     make: Make[Subject], subjects: Sequence[Subject], num_ranks: int
 ) -> list[Judgement]:
     """Judge all, or the first ones up to one that ended the processes."""
-    heard: dict[int, dict[int, TrainingOutcome]] = {}
+    received: dict[int, dict[int, TrainingOutcome]] = {}
 
-    def on_note(rank: int, said: tuple[int, TrainingOutcome]) -> None:
-        heard.setdefault(said[0], {})[rank] = said[1]
+    def on_note(rank: int, note: tuple[int, TrainingOutcome]) -> None:
+        received.setdefault(note[0], {})[rank] = note[1]
 
     with TemporaryDirectory() as folder:
         ending = "the processes ended"
@@ -421,7 +421,7 @@ def _judge_some(
             ending = f"{type(error).__name__}: {error}"
         judgements = []
         for number, subject in enumerate(subjects):
-            outcomes = heard.get(number, {})
+            outcomes = received.get(number, {})
             if len(outcomes) < num_ranks:
                 failed = [o.failed for o in outcomes.values() if o.failed]
                 judgements.append(Judgement("wrong", failed[0] if failed else ending))

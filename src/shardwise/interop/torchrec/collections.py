@@ -516,7 +516,7 @@ class KeyedTensor:
             )
         lengths = [tensor.shape[key_dim] for tensor in tensors]
         made = KeyedTensor(keys, lengths, torch.empty(0), key_dim)
-        # Joined when somebody asks: most programs read the parts.
+        # Joined on first use: most programs read the parts.
         made._values, made._by_key = None, dict(zip(keys, tensors, strict=True))
         return made
 

@@ -434,10 +434,10 @@ class DistributedModelParallel(nn.Module):
         self.plan = plan
         self.module = module
         collections = named_collections(module)
-        strange = sorted(set(plan.plan) - set(collections))
-        if strange:
+        unknown = sorted(set(plan.plan) - set(collections))
+        if unknown:
             raise ArgumentError(
-                f"The plan names {strange}, but the collections of the model are at "
+                f"The plan names {unknown}, but the collections of the model are at "
                 f"{sorted(collections)}."
             )
         if init_parameters:

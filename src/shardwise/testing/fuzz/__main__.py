@@ -152,8 +152,8 @@ def counts(results: Sequence[Result]) -> dict[str, int]:
 def summary(results: Sequence[Result]) -> str:
     """Counts, and the most frequent reasons of what was refused or is undefined."""
     steps = sum(result.num_items for result in results)
-    told = ", ".join(f"{num} {kind}" for kind, num in counts(results).items())
-    lines = [f"{len(results)} programs, {steps} leaves and steps: {told}"]
+    counted = ", ".join(f"{num} {kind}" for kind, num in counts(results).items())
+    lines = [f"{len(results)} programs, {steps} leaves and steps: {counted}"]
     for kind in ("refused", "undefined"):
         texts = Counter(result.aspect for result in results if result.kind == kind)
         lines += [f"  {kind} {num:5} times: {text}" for text, num in texts.most_common(20)]
@@ -167,7 +167,7 @@ def failures(results: Sequence[Result]) -> list[Result]:
     return sorted(found, key=lambda r: (not r.script, order[r.kind], r.aspect, r.seed))
 
 
-def told(result: Result) -> str:
+def failure_text(result: Result) -> str:
     """A failure as text, with its script or the command that makes it."""
     head = f"=== seed {result.seed}, mesh {result.mesh}: {result.kind}: {result.note}"
     again = f"    python -m shardwise.testing.fuzz --replay {result.seed}"
@@ -207,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         results = list(play_seeds(seeds, meshes, options.shrink))
     for result in failures(results):
-        print(told(result), end="\n\n")
+        print(failure_text(result), end="\n\n")
     print(summary(results))
     if options.out:
         settings = {"programs": options.programs, "seed": options.seed, "part": options.part}
@@ -218,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
 def _replay(options: argparse.Namespace, meshes: Meshes) -> int:
     print(generate(options.replay, meshes).text, end="\n\n")
     result = replay(options.replay, meshes, forked=options.forked)
-    print(told(result) if failures([result]) else f"{result.kind}: {result.note}")
+    print(failure_text(result) if failures([result]) else f"{result.kind}: {result.note}")
     return len(failures([result]))
 
 

@@ -170,7 +170,7 @@ def _transposed_since(program: Program, outcome: ProgramOutcome) -> bool:
 def _raised(program: Program, world: Sharded, found: WorldState) -> ProgramOutcome:
     """Ours raises where one device does not; what came before must still be right."""
     error = found.error
-    assert error is not None, "an error is told about"
+    assert error is not None, "called after an error"
     before = play(program.upto(found.done), world)
     if before.failed:
         return before

@@ -42,7 +42,7 @@ REASONS = {
     "second backward to it, and a number of no dims times a float is of another dtype",
     BIAS_ALONE: "the gradient of batch norm's bias depends on the gradient of its result, and "
     "torch's formula leaves that out where there is no weight",
-    SHARED_RESULT: "select_scatter and its kin keep the strides of a view by unfold, so what they "
+    SHARED_RESULT: "select_scatter and the like keep the strides of a view by unfold, so what they "
     "write to one entry shows in others too, and a later write acts on one place several times",
     EMPTY_VIEW: "torch takes a view of a written tensor again by strides, and the gradient of that "
     "is zeros without a graph where the view has no entries; of the view itself it has a graph",

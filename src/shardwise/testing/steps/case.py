@@ -312,8 +312,8 @@ class StepVerdict:
     text: str = ""
 
     def __str__(self) -> str:
-        said = f"\n    {self.text}" if self.text else ""
-        return f'{self.kind}: --replay "{self.case}"{said}'
+        note = f"\n    {self.text}" if self.text else ""
+        return f'{self.kind}: --replay "{self.case}"{note}'
 
 
 def prove(
