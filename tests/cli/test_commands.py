@@ -130,6 +130,7 @@ def test_check_says_what_trains_otherwise(run, monkeypatch):
         (("check", "report_models:mlp", "--options", "clip"), "which --mesh asks for"),
         (("explain", "report_models:mlp", "--batch", "4"), "--batch goes with --ranks"),
         (("explain", "report_models:mlp", "--ranks", "2", "--hosts", "2"), "for plans of tables"),
+        (("explain", "report_models:sparse_rows", "--ranks", "4"), "make the tables with sparse"),
         (("explain", "tables.toml", "--plan", "plan.toml"), "a number of --ranks"),
         (("rules", "mn"), "Did you mean"),
         (("demo", "--plan", "gone.toml"), "no plan file 'gone.toml'"),

@@ -15,7 +15,7 @@ from rich.table import Table
 from shardwise._torch.functions import tree_map
 from shardwise.cli.console import console
 from shardwise.core.world import current_world
-from shardwise.errors import ArgumentError
+from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.report import (
     Case,
     Mesh,
@@ -121,12 +121,14 @@ def explain_layouts(case: Case, mesh: Mesh, optimizer: str, batch: int | None = 
     for other in others:
         report.ranks += other.ranks
         report.memory += other.memory
-        for mine, theirs in zip(report.parameters, other.parameters, strict=True):
-            both = mine.bytes_per_rank + theirs.bytes_per_rank
-            place = report.parameters.index(mine)
-            report.parameters[place] = replace(
-                mine, parts=mine.parts + theirs.parts, bytes_per_rank=both
+        report.parameters = [
+            replace(
+                mine,
+                parts=mine.parts + theirs.parts,
+                bytes_per_rank=mine.bytes_per_rank + theirs.bytes_per_rank,
             )
+            for mine, theirs in zip(report.parameters, other.parameters, strict=True)
+        ]
     return report
 
 
@@ -146,19 +148,21 @@ def _take_step(
     else:
         mine = part_of_batch(batch, sharded.part_of(rank), sharded.num_parts)
     del batch
-    # What is updated in backward needs no other optimizer.
-    fused = [each for each in collections_in(module).values() if each.optimizer is not None]
-    updated = {id(p) for each in fused for p in each.parameters()}
-    left = [p for p in sharded.module.parameters() if id(p) not in updated]
-    optimizers = _optimizers(optimizer, left, sparse_parameters(sharded.module))
+    dense, sparse = _parameters_to_step(sharded.module)
+    if sparse and rank is not None:
+        raise UnsupportedError(
+            "A sparse gradient has a row for each id of a batch, which layouts do not have: leave "
+            "--ranks out to simulate a step, or make the tables with sparse=False."
+        )
+    optimizers = _optimizers(optimizer, dense, sparse)
 
     def forward() -> torch.Tensor:
         return loss_of(call(sharded.module, mine))
 
     def state() -> list[torch.Tensor]:
-        states = [found for each in fused for found in each.optimizer.state.values()]
         own = [t for each in optimizers for t in optimizer_tensors(each)]
-        return [*own, *(t for each in states for t in each.values())]
+        fused = [each.optimizer.state for each in _updated_in_backward(module)]
+        return own + [t for of in fused for states in of.values() for t in states.values()]
 
     def update() -> None:
         for each in optimizers:
@@ -179,15 +183,27 @@ def _take_step(
     return report
 
 
-def _optimizers(
-    name: str, parameters: list[torch.nn.Parameter], sparse: list[torch.nn.Parameter]
-) -> list[torch.optim.Optimizer]:
-    """The optimizer of this name; SparseAdam for sparse gradients, which Adam refuses."""
-    by_sparse_adam = {id(p) for p in sparse} if name in ("adam", "adamw") else set()
-    kinds = [
-        (_OPTIMIZERS[name], [p for p in parameters if id(p) not in by_sparse_adam]),
-        (torch.optim.SparseAdam, [p for p in parameters if id(p) in by_sparse_adam]),
-    ]
+def _updated_in_backward(module: torch.nn.Module) -> list[Any]:
+    """The collections with an optimizer of their own."""
+    return [each for each in collections_in(module).values() if each.optimizer is not None]
+
+
+Parameters = list[torch.nn.Parameter]
+
+
+def _parameters_to_step(module: torch.nn.Module) -> tuple[Parameters, Parameters]:
+    """Those that are not updated in backward, with dense and with sparse gradients."""
+    updated = {id(p) for each in _updated_in_backward(module) for p in each.parameters()}
+    left = [p for p in module.parameters() if id(p) not in updated]
+    sparse = {id(p) for p in sparse_parameters(module)}
+    return [p for p in left if id(p) not in sparse], [p for p in left if id(p) in sparse]
+
+
+def _optimizers(name: str, dense: Parameters, sparse: Parameters) -> list[torch.optim.Optimizer]:
+    """The optimizer of this name; Adam refuses sparse gradients, which SparseAdam takes."""
+    kinds: list[Any] = [(_OPTIMIZERS[name], dense + sparse)]
+    if name in ("adam", "adamw"):
+        kinds = [(_OPTIMIZERS[name], dense), (torch.optim.SparseAdam, sparse)]
     return [kind(own, lr=1e-3) for kind, own in kinds if own]
 
 
