@@ -19,7 +19,9 @@ from shardwise.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     check_plan,
+    context_parallel,
     data_parallel,
+    expert_parallel,
     loss_parallel,
     parallelize_module,
 )
@@ -370,3 +372,21 @@ def tied_parameters(folder):
     with pytest.raises(UnsupportedError, match="AddsBias uses it as a plain tensor"):
         parallelize_module(model, mesh, {"head": "colwise_rep"})
     assert not any(isinstance(p, shardwise.DTensor) for p in model.parameters())
+
+
+def mistake_on_one_rank(door):
+    """The error of a front door that rank 1 calls wrongly."""
+    mesh = shardwise.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    wrong = dist.get_rank() == 1
+    calls = {
+        "data_parallel": lambda: data_parallel(MLP(), mesh, src_data_rank=2 if wrong else 0),
+        "expert_parallel": lambda: expert_parallel(
+            Mixture(), mesh, "nowhere" if wrong else "experts", axis="dp"
+        ),
+        "context_parallel": lambda: context_parallel(
+            MLP(), mesh, "middle" if wrong else "up", axis="dp"
+        ),
+    }
+    with pytest.raises(shardwise.LayoutError) as error:
+        calls[door]()
+    return str(error.value)

@@ -42,5 +42,11 @@ def test_modules_from_files(processes, tmp_path):
     processes(programs.modules_from_files, str(tmp_path))
 
 
+@pytest.mark.parametrize("door", ["data_parallel", "expert_parallel", "context_parallel"])
+def test_a_mistake_on_one_rank_is_an_error_on_all(two_processes, door):
+    for said in two_processes(programs.mistake_on_one_rank, door):
+        assert f"{door} fails, so no rank goes on. On rank 1: " in said
+
+
 def test_tied_parameters(processes, tmp_path):
     processes(programs.tied_parameters, str(tmp_path))

@@ -13,10 +13,11 @@ Everything here runs for the ranks present: one in a process, all of them in a s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -303,6 +304,21 @@ def agree(grid: Grid, what: str, request: str, problem: Exception | None = None)
     if not same:
         texts = gather_texts(grid, what, lambda _: request)
         raise _marked(_difference(what, grid.submeshes[0], texts))
+
+
+@contextlib.contextmanager
+def agreeing(grid: Grid, what: str) -> Iterator[list[str]]:
+    """`agree` for what is checked inside; yields the lines of the request, to be added to.
+
+    What is inside must not communicate. A rank that raises there goes on, and all raise at the end.
+    """
+    request: list[str] = []
+    problem: Exception | None = None
+    try:
+        yield request
+    except Exception as error:  # of any kind: the other ranks wait for this one
+        problem = error
+    agree(grid, what, "\n".join(request), problem)
 
 
 def _difference(what: str, ranks: Sequence[int], requests: Sequence[str]) -> Exception:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from shardwise.comm.agreement import agreeing
 from shardwise.comm.watch import because
 from shardwise.core.mesh import Coordinate, grid_of
 from shardwise.core.untraced import breaks_graph
@@ -86,35 +87,16 @@ def context_parallel(
     ...     mine = model(x)
     >>> torch.testing.assert_close(mine.on_rank(1), expected[:, 6:])
     """
-    number = named_axis(device_mesh, axis, "context_parallel")
-    if method not in _METHODS:
-        raise ArgumentError(f"context_parallel(method=...) is one of {_METHODS}, found {method!r}.")
-    group = AxisGroup(grid_of(device_mesh), number)
-    found = _attention_modules(module, attention)
-    for path, inner in module.named_modules():
-        if _SPLITS in inner.__dict__:
-            raise LayoutError(
-                f"context_parallel: {f'module {path!r}' if path else 'the module'} splits its "
-                "inputs already, and a second time would split the parts. Name all attention "
-                "modules in one call."
+    group = AxisGroup(grid_of(device_mesh), named_axis(device_mesh, axis, "context_parallel"))
+    with agreeing(grid_of(device_mesh[axis]), "context_parallel") as request:
+        request.append(f"method={method}, src_data_rank={src_data_rank}")
+        if method not in _METHODS:
+            raise ArgumentError(
+                f"context_parallel(method=...) is one of {_METHODS}, found {method!r}."
             )
-    signature = inspect.signature(module.forward).parameters
-    takes = tuple(signature)
-    dims = dict(sequence_dims) if sequence_dims is not None else _sequences_in(signature)
-    missing = [name for name in dims if name not in takes]
-    if missing or not dims:
-        raise ArgumentError(
-            f"context_parallel: forward of {type(module).__name__} takes {', '.join(takes)}; "
-            f"sequence_dims names {', '.join(missing) or 'none of them'}. Name the inputs to split "
-            "along the sequence: sequence_dims={'input_ids': 1}."
-        )
-    if positions not in (None, _POSITIONS, *takes):
-        raise ArgumentError(
-            f"context_parallel: forward of {type(module).__name__} takes {', '.join(takes)}, and "
-            f"no {positions!r}. Name the input for positions, or None if there is none."
-        )
+        found = _attention_modules(module, attention)
+        parts = _split_inputs(module, group, sequence_dims, positions)
     declare_data_axis(module, device_mesh[axis], src_data_rank)
-    parts = _SplitInputs(group, takes, dims, positions if positions in takes else None)
     module.__dict__[_SPLITS] = axis
     if group.size > 1:
         prepend_input_hook(module, parts.take)
@@ -124,6 +106,38 @@ def context_parallel(
             # With the module as an argument, so that a copy of the module calls the copy.
             attending.forward = functools.partial(_attend, attending, group, method)
     return module
+
+
+def _split_inputs(
+    module: nn.Module,
+    group: AxisGroup,
+    sequence_dims: Mapping[str, int] | None,
+    positions: str | None,
+) -> _SplitInputs:
+    """What splits the inputs of a module; nothing is changed."""
+    for path, inner in module.named_modules():
+        if _SPLITS in inner.__dict__:
+            raise LayoutError(
+                f"context_parallel: {f'module {path!r}' if path else 'the module'} splits its "
+                "inputs already, and a second time would split the parts. Name all attention "
+                "modules in one call."
+            )
+    signature = inspect.signature(module.forward).parameters
+    dims = dict(sequence_dims) if sequence_dims is not None else _sequences_in(signature)
+    takes = f"context_parallel: forward of {type(module).__name__} takes {', '.join(signature)}"
+    missing = [name for name in dims if name not in signature]
+    if missing or not dims:
+        raise ArgumentError(
+            f"{takes}; sequence_dims names {', '.join(missing) or 'none of them'}. Name the inputs "
+            "to split along the sequence: sequence_dims={'input_ids': 1}."
+        )
+    if positions not in (None, _POSITIONS, *signature):
+        raise ArgumentError(
+            f"{takes}, and no {positions!r}. Name the input for positions, or None if there is "
+            "none."
+        )
+    known = positions if positions in signature else None
+    return _SplitInputs(group, tuple(signature), dims, known)
 
 
 def _sequences_in(signature: Mapping[str, inspect.Parameter]) -> dict[str, int]:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import collectives
+from shardwise.comm.agreement import agreeing
 from shardwise.comm.watch import because
 from shardwise.core.mesh import Coordinate, Grid, grid_of
 from shardwise.core.placements import REPLICATE, Partial, Placement, Shard
@@ -350,11 +351,13 @@ def expert_parallel(
             f"expert_parallel: ranks along {axis!r} have the same tokens, and nothing has to be "
             'sent. Use parallelize_module with the style "experts" there.'
         )
-    if capacity_factor is not None and not 0 < capacity_factor < math.inf:
-        raise ArgumentError(
-            f"capacity_factor is positive and finite, or None, found {capacity_factor!r}."
-        )
-    styles = _expert_styles(module, experts)
+    with agreeing(grid_of(device_mesh[axis]), "expert_parallel") as request:
+        request.append(f"capacity_factor={capacity_factor}, src_data_rank={src_data_rank}")
+        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+            raise ArgumentError(
+                f"capacity_factor is positive and finite, or None, found {capacity_factor!r}."
+            )
+        styles = _expert_styles(module, experts)
     for match, style in styles:
         style.src_data_rank = src_data_rank
         boundary = ModuleBoundary(device_mesh, number, style.path)

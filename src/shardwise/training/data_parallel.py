@@ -7,6 +7,7 @@ import contextlib
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.agreement import agreeing
 from shardwise.dtensor.autograd import BUCKET_BYTES
 from shardwise.errors import LayoutError
 from shardwise.training.contract import DataAxes, forbid_both, mesh_axes, sync_values, tensor_axes
@@ -49,19 +50,20 @@ def data_parallel(
     if axes.given.outside:
         module.no_sync = contextlib.nullcontext  # type: ignore[assignment]
         return module
-    if src_data_rank is not None and not all(
-        0 <= src_data_rank < axes.grid.shape[axis] for axis in axes.axes
-    ):
-        raise LayoutError(
-            f"data_parallel: src_data_rank={src_data_rank} is not a coordinate on every axis of "
-            f"{axes.given!r}."
-        )
-    forbid_both([axes], tensor_axes(module), "data_parallel")
-    declared = declared_module(module)
-    if declared is not None and DataAxes(axes, True) in declared.data_axes:
-        raise LayoutError(
-            "The module is data-parallel already: a second time would reduce gradients twice."
-        )
+    with agreeing(axes.given, "data_parallel") as request:
+        request.append(f"bucket_bytes={bucket_bytes}, src_data_rank={src_data_rank}")
+        sizes = [axes.grid.shape[axis] for axis in axes.axes]
+        if src_data_rank is not None and not 0 <= src_data_rank < min(sizes):
+            raise LayoutError(
+                f"data_parallel: src_data_rank={src_data_rank} is not a coordinate on every axis "
+                f"of {axes.given!r}."
+            )
+        forbid_both([axes], tensor_axes(module), "data_parallel")
+        declared = declared_module(module)
+        if declared is not None and DataAxes(axes, True) in declared.data_axes:
+            raise LayoutError(
+                "The module is data-parallel already: a second time would reduce gradients twice."
+            )
     declared = declare(
         module, DataAxes(axes, True), bucket_bytes=bucket_bytes, source=src_data_rank
     )

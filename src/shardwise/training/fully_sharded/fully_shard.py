@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.agreement import agree
+from shardwise.comm.agreement import agreeing
 from shardwise.core.layout import contiguous_stride, make_layout, shard_with
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.dtensor.autograd import refuse_hooks
 from shardwise.dtensor.tensor import DTensor
-from shardwise.errors import ArgumentError, LayoutError, ShardwiseError, WorldError
+from shardwise.errors import ArgumentError, LayoutError, WorldError
 from shardwise.simulation.ranks import present
 from shardwise.training.contract import (
     DataAxes,
@@ -108,7 +108,6 @@ def fully_shard(
     place: ShardAxes | None = None
     found: list[Member] = []
     ignored: set[str] = set()
-    problem: Exception | None = None
     axes = mesh_axes(mesh)
     if axes.given.outside:
         raise WorldError(
@@ -116,7 +115,8 @@ def fully_shard(
             f"{list(axes.given.ranks)}, which keep the parameters. Call it there only, or use a "
             "mesh of all ranks."
         )
-    try:
+    with agreeing(axes.given, "fully_shard") as request:
+        request.append(f"{(reshard_after_forward, mp_policy, offload_policy, prefetch)}")
         ignored = _names_of(around, ignored_params)
         place = find_place(around, axes)
         _check_options(place, reshard_after_forward, mp_policy, offload_policy, prefetch)
@@ -124,13 +124,9 @@ def fully_shard(
         _check_free(around, modules)
         found = _members(around, place, ignored)
         for member in found:
+            request.append(f"{member.name}: {member.layout.shape} {member.layout.dtype}")
             refuse_hooks(member.parameter, f"fully_shard: parameter {member.name!r}")
-    except (ShardwiseError, RuntimeError) as error:
-        problem = error
-    request = "\n".join(f"{m.name}: {m.layout.shape} {m.layout.dtype}" for m in found)
-    options = (reshard_after_forward, mp_policy, offload_policy, prefetch)
-    agree(axes.given, "fully_shard", f"{options}\n{request}", problem)
-    assert place is not None, "agree() raised"
+    assert place is not None, "a problem was raised"
     group = ParameterGroup(
         around,
         modules,
