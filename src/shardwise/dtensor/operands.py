@@ -335,20 +335,49 @@ def with_tensors(x: Any, index: Any) -> Any:
     return _tensor(x, index) if all(type(i) in (int, bool) for i in index) else index
 
 
-def for_number(x: Any, index: Any, value: Any) -> tuple[Any, Any]:
-    """The index and value of a write of one number, with ints as slices or as tensors."""
-    items = index if type(index) is tuple else (index,)
-    if not any(type(item) is int for item in items):
+def without_ints(x: Any, index: Any, value: Any) -> tuple[Any, Any]:
+    """The index and value of a write such as `x[2] = v`, as `x[2:3] = v[None]`.
+
+    Unchanged where the index holds several tensors, where torch will raise, and where the size of
+    an indexed dim is symbolic: there a slice may be a copy too. One number can also be written at
+    an index that is a tensor.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    if int not in map(type, items):
         return index, value
-    if any(isinstance(item, torch.Tensor) for item in items):
+    is_tensor = isinstance(value, torch.Tensor)
+    one = value.dim() == 0 if is_tensor else isinstance(value, (int, float, complex))
+    num_tensors = sum(isinstance(item, torch.Tensor) for item in items)
+    if one and num_tensors:
         return tuple(_beside_tensors(x, item) for item in items), value
-    if all(type(item) in (int, slice, type(...)) for item in items):
-        items = _each_dim(x.dim(), items)
-    if len(items) != x.dim() or not all(map(_fits, items, x.shape)):
-        return index, value  # torch handles it, or raises
-    if isinstance(value, torch.Tensor):
+    steps = [reach for item in items if (reach := _reach(item)) is not None]
+    missing = x.dim() - sum(consumed for consumed, _ in steps)
+    if missing < 0 or len(steps) < len(items) or num_tensors > 1:
+        return index, value
+    found: list[Any] = []
+    #: For each dim of the target, whether it comes from an int.
+    from_int: list[bool] = []
+    at = 0
+    for item, (consumed, produced) in zip(items, steps, strict=True):
+        if type(item) is int:
+            item = _without_int(x, at, item, one)
+            if item is None:
+                return index, value
+            from_int.append(True)
+        else:
+            from_int += [False] * (missing if item is Ellipsis else produced)
+        found.append(item)
+        at += missing if item is Ellipsis else consumed
+    from_int += [False] * (x.dim() - at)
+    if is_tensor and one:
         value = value.to(x.dtype)  # index_put does not cast as copy does
-    return tuple(_int_as_slice(x, dim, item) for dim, item in enumerate(items)), value
+    elif is_tensor:
+        for after, single in enumerate(reversed(from_int)):
+            if single and value.dim() >= after:
+                value = value.unsqueeze(value.dim() - after)
+        if _same_memory(x, tuple(found), value):
+            value = value.clone()
+    return tuple(found), value
 
 
 def _beside_tensors(x: Any, item: Any) -> Any:
@@ -358,65 +387,19 @@ def _beside_tensors(x: Any, item: Any) -> Any:
     return item.to(x.device) if isinstance(item, torch.Tensor) else item
 
 
-def _each_dim(num_dims: int, items: tuple[Any, ...]) -> tuple[Any, ...]:
-    """One item per dim: `...` and missing trailing items become full slices."""
-    at = items.index(...) if ... in items else len(items)
-    rest = items[at + 1 :]
-    return (*items[:at], *(slice(None),) * (num_dims - at - len(rest)), *rest)
+def _without_int(x: Any, dim: int, item: int, one: bool) -> Any:
+    """An int as a slice, which is a view where `select` would copy; None where it stays.
 
-
-def _fits(item: Any, size: int) -> bool:
-    return type(item) is slice or (type(item) is int and -size <= item < size)
-
-
-def _int_as_slice(x: Any, dim: int, item: Any) -> Any:
-    """An int as a slice, which is a view where `select` would copy.
-
-    As a tensor where a slice would be a copy too: several axes shard the dim, or its size is
-    symbolic.
+    To write one number, as a tensor where a slice would be a copy too: several axes shard the dim,
+    or its size is symbolic.
     """
-    if type(item) is slice:
-        return item
-    if type(x.shape[dim]) is not int or sum(p.is_shard(dim) for p in x.placements) > 1:
+    size = x.shape[dim]
+    symbolic = type(size) is not int
+    if (symbolic and not one) or not -size <= item < size:
+        return None
+    if one and (symbolic or sum(p.is_shard(dim) for p in x.placements) > 1):
         return _tensor(x, [item])
     return slice(item, item + 1 or None)
-
-
-def for_ints(x: Any, index: Any, value: Any) -> tuple[Any, Any]:
-    """The index and value of a write such as `x[2] = v`, as `x[2:3] = v[None]`.
-
-    Unchanged where the index holds several tensors, where torch will raise, and where a size is
-    symbolic: there a slice may be a copy too.
-    """
-    items = index if isinstance(index, tuple) else (index,)
-    steps = [reach for item in items if (reach := _reach(item)) is not None]
-    if int not in map(type, items) or len(steps) < len(items):
-        return index, value
-    missing = x.dim() - sum(consumed for consumed, _ in steps)
-    if missing < 0 or sum(isinstance(item, torch.Tensor) for item in items) > 1:
-        return index, value
-    slices: list[Any] = []
-    #: For each dim of the target, whether it comes from an int.
-    from_int: list[bool] = []
-    at = 0
-    for item, (consumed, produced) in zip(items, steps, strict=True):
-        if type(item) is int:
-            if type(x.shape[at]) is not int or not -x.shape[at] <= item < x.shape[at]:
-                return index, value
-            item = slice(item, item + 1 or None)
-            from_int.append(True)
-        else:
-            from_int += [False] * (missing if item is Ellipsis else produced)
-        slices.append(item)
-        at += missing if item is Ellipsis else consumed
-    from_int += [False] * (x.dim() - at)
-    if isinstance(value, torch.Tensor) and value.dim():
-        for after, single in enumerate(reversed(from_int)):
-            if single and value.dim() >= after:
-                value = value.unsqueeze(value.dim() - after)
-        if _same_memory(x, tuple(slices), value):
-            value = value.clone()
-    return tuple(slices), value
 
 
 def _same_memory(x: Any, index: tuple[Any, ...], value: Any) -> bool:

@@ -69,12 +69,11 @@ from shardwise.dtensor.conversion import (
 )
 from shardwise.dtensor.operands import (
     beside_plain,
-    for_ints,
-    for_number,
     holds_list,
     in_place_view,
     retain_grad,
     with_tensors,
+    without_ints,
 )
 from shardwise.dtensor.plan_call import FALSE, TRUE, Miss, add_argument
 from shardwise.errors import ArgumentError, LayoutError, LeafError, MixedTensorsError
@@ -346,14 +345,7 @@ class DTensor(Wrapped):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         index = with_tensors(self, index) if holds_list(index) else index
-        if isinstance(value, torch.Tensor):
-            one = value.dim() == 0
-        else:
-            one = isinstance(value, (int, float, complex))
-        if one:
-            index, value = for_number(self, index, value)
-        index, value = for_ints(self, index, value)
-        super().__setitem__(index, value)
+        super().__setitem__(*without_ints(self, index, value))
 
     def __matmul__(self, other: Any) -> Any:
         # A product of two matrices needs no kernel above autograd.
