@@ -71,7 +71,7 @@ from shardwise.simulation.ranks import (
 
 def gradient_layout(layout: Layout) -> Layout:
     """The default layout of the gradient of a tensor in `layout`."""
-    return (own_entries(layout) if layout.expanded else layout).reduced()
+    return (unexpanded(layout) if layout.expanded else layout).reduced()
 
 
 #: Indexed by `layout.symbolic`: cached for layouts without symbols.
@@ -79,7 +79,7 @@ gradient_layout_of = (functools.lru_cache(maxsize=4096)(gradient_layout), gradie
 world_caches.append(gradient_layout_of[0].cache_clear)
 
 
-def own_entries(layout: Layout) -> Layout:
+def unexpanded(layout: Layout) -> Layout:
     """`layout` without expanded dims: for a clone, and for a gradient.
 
     Entries that share memory have gradients of their own.
@@ -195,7 +195,7 @@ def direct_apply(function: type[torch.autograd.Function]) -> Any:
     return untraced(applied)
 
 
-def _on_mesh(grad: Any, layout: Layout, cls: Any) -> Any:
+def _as_dtensor(grad: Any, layout: Layout, cls: Any) -> Any:
     """A gradient as a DTensor: some of torch's formulas give plain zeros."""
     if isinstance(grad, Wrapped):
         return grad
@@ -214,7 +214,7 @@ class Redistribute(UntracedFunction):
     def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
             return None, None, None
-        grad = _on_mesh(grad, ctx.layout, ctx.cls)
+        grad = _as_dtensor(grad, ctx.layout, ctx.cls)
         target = relaid(gradient_layout(ctx.layout), grad._layout)
         return redistribute(grad, target, ctx.async_op), None, None
 
@@ -259,7 +259,7 @@ def refuse_transformed(x: torch.Tensor, where: str) -> None:
 
 @own_hook
 @untraced
-def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
+def to_leaf_layout(cls: Any, layout: Layout, grad: Any) -> Any:
     """A hook that moves a gradient to the layout of its leaf; None if nothing changes.
 
     It stays Partial over axes that replicate the leaf, and is reduced when it is used. A plain
@@ -307,12 +307,12 @@ class ToLocal(UntracedFunction):
         ctx.saved = type(x), x._layout, grad_layout, async_op, plain
         # Autograd gives the result a grad_fn; the tensor inside the DTensor must not have one.
         if async_op or not x.is_leaf:
-            return _handed_out(x, async_op, plain)
+            return _local_for_users(x, async_op, plain)
         # A view: autograd then refuses in-place writes to it, as to a view of a leaf.
         local = x._local
         if type(local) is torch.Tensor and (LENT in local.__dict__ or begin_lending(x)):
             return local[...]
-        local = _handed_out(x, False, plain)
+        local = _local_for_users(x, False, plain)
         return local.view_as(local)
 
     @staticmethod
@@ -368,14 +368,14 @@ class FromLocal(UntracedFunction):
         if _is_batch(grad):
             refuse_transformed(grad, "The gradient of from_local()")
         _, cls, terms, grad_layout, weight, async_op, plain = ctx.saved
-        grad = _on_mesh(grad, grad_layout, cls)
+        grad = _as_dtensor(grad, grad_layout, cls)
         target = relaid(grad_layout, grad._layout)
         moved = redistribute(grad, target, async_op)
         if torch.is_grad_enabled() and moved.requires_grad:
             source = relaid(_as_sums(terms), moved._layout)  # `weight` makes them an average
             local = to_local(moved, source, async_op, plain)
         else:
-            local = _handed_out(moved, async_op, plain)
+            local = _local_for_users(moved, async_op, plain)
         return local if weight == 1 else local * weight, None, None
 
 
@@ -393,7 +393,7 @@ class FromOutside(UntracedFunction):
         return like.new_zeros(shape), None, None
 
 
-def _handed_out(x: Any, async_op: bool, plain: bool) -> torch.Tensor:
+def _local_for_users(x: Any, async_op: bool, plain: bool) -> torch.Tensor:
     """The local tensor of `x` for use outside of it; see ToLocal."""
     local = alias_for_outside(x._local) if async_op else lend(x)
     if plain:

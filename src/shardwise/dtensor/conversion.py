@@ -272,7 +272,7 @@ class CastShards(SkipsNone):
     @staticmethod
     def forward(ctx: Any, x: Any, dtype: torch.dtype) -> Any:
         ctx.dtype = x.dtype
-        layout = autograd.with_dtype(autograd.own_entries(x._layout), dtype)
+        layout = autograd.with_dtype(autograd.unexpanded(x._layout), dtype)
         return type(x)._wrap(current(x).to(dtype), layout)
 
     @staticmethod

@@ -211,7 +211,7 @@ def numbers_as_plain(args: Sequence[Any]) -> list[Any] | None:
     return _replaced(args, _whole(foreign)) if foreign else None
 
 
-def beside_plain(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> Any:
+def run_as_plain(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> Any:
     """Run an op on plain tensors if all its DTensors are 0-dim; else raise `error`."""
     tensors = [x for arg in args for x in as_list(arg) if _is_distributed(x)]
     by_keyword = any(_is_distributed(x) for arg in kwargs.values() for x in as_list(arg))
@@ -261,7 +261,7 @@ def as_list(value: Any) -> Sequence[Any]:
 _hooked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
-def keep_plain(tensor: torch.Tensor) -> None:
+def keep_gradient_plain(tensor: torch.Tensor) -> None:
     """Convert the gradient of `tensor`, which meets a DTensor, to a plain tensor.
 
     Traced tensors are left alone.
@@ -290,10 +290,10 @@ def _as_local(grad: Any, plain: bool = False) -> Any:
         return None
     with because("the gradient of a plain tensor", implicit=False):
         whole = autograd.redistribute(grad, autograd.whole_layout(grad._layout))
-    return autograd.to_local(whole, autograd.own_entries(whole._layout), False, plain)
+    return autograd.to_local(whole, autograd.unexpanded(whole._layout), False, plain)
 
 
-def wrap_skipped(kind: Any, op: Any, layouts: Sequence[Any], entry: Entry) -> None:
+def wrap_gradients_of_skipped(kind: Any, op: Any, layouts: Sequence[Any], entry: Entry) -> None:
     """Let a planned `cat` wrap the plain gradients of the operands that it skips."""
     if op is not torch.ops.aten.cat.default:
         return
@@ -305,7 +305,7 @@ def wrap_skipped(kind: Any, op: Any, layouts: Sequence[Any], entry: Entry) -> No
         for x in [args[0][i] for i in skipped]:
             if torch.is_grad_enabled() and x.requires_grad and not x.is_leaf:  # a leaf has a hook
                 layout = autograd.gradient_layout(x._layout)
-                x.register_hook(functools.partial(autograd.lies_like, kind, layout))
+                x.register_hook(functools.partial(autograd.to_leaf_layout, kind, layout))
         if move is not None:
             move(operands, args)
 

@@ -67,9 +67,9 @@ from shardwise.dtensor.fallback import (
 from shardwise.dtensor.operands import (
     as_list,
     check_plain,
-    keep_plain,
+    keep_gradient_plain,
     numbers_as_plain,
-    wrap_skipped,
+    wrap_gradients_of_skipped,
 )
 from shardwise.dtensor.snapshots import follow, may_write, take_over, write_through
 from shardwise.errors import MixedTensorsError, ShardwiseError, UnsupportedError
@@ -114,7 +114,7 @@ def add_argument(
         if value._is_zerotensor():
             value = resolved(value)
         if value.requires_grad:
-            keep_plain(value)
+            keep_gradient_plain(value)
         key.append((torch.Tensor, value.dtype, value.shape, value.stride()))
     elif kind is torch.Generator:
         key.append(kind)  # its state changes values, never a layout
@@ -240,7 +240,7 @@ class Miss:
                 return _write_back(op, twin, args, kwargs)
         follow(self.kind, op, layouts, kwargs, entry)
         watch_overlaps(op, entry)
-        wrap_skipped(self.kind, op, layouts, entry)
+        wrap_gradients_of_skipped(self.kind, op, layouts, entry)
         add_entry(key, entry)
         return self._run(entry, first=True)
 
@@ -350,7 +350,7 @@ def _run_decomposed(
     try:
         result = decomposition(*args, **kwargs)
         if result is not NotImplemented:
-            result = result if _may_return_views(plain_op(op)) else _apart(result, args)
+            result = result if _may_return_views(plain_op(op)) else _with_views_copied(result, args)
             return _in_kernel_order(op, args, kwargs, result) if op in ASKED else result
     except NotImplementedError as error:
         mixed = isinstance(error, MixedTensorsError) and plain_op(op) in kernels_above
@@ -387,13 +387,13 @@ def _may_return_views(op: Any) -> bool:
     return is_composite(op)
 
 
-def _apart(result: Any, args: Sequence[Any]) -> Any:
+def _with_views_copied(result: Any, args: Sequence[Any]) -> Any:
     """Copies of results that are views of arguments, of an op that returns no views.
 
     A decomposition may return views, on some ranks or on all.
     """
     if isinstance(result, (list, tuple)):
-        found = [_apart(each, args) for each in result]
+        found = [_with_views_copied(each, args) for each in result]
         return found if isinstance(result, list) else tuple(found)
     if isinstance(result, Wrapped) and not any(result is arg for arg in args):
         operands = [x._local for a in args for x in as_list(a) if isinstance(x, Wrapped)]

@@ -203,7 +203,7 @@ class Source:
         self.held = [result._local for result in results]
         self._seen = now
 
-    def differentiated_as(self, x: Any) -> None:
+    def send_gradient_to(self, x: Any) -> None:
         """The gradient goes to `x` with its current grad_fn: autograd does not replay the view."""
         self._history = weakref.ref(x), x.grad_fn
 
@@ -246,11 +246,11 @@ class Source:
         else:
             aten.copy_.default(there, whole)
 
-    def seen_from(self, x: Any) -> None:
+    def count_from(self, x: Any) -> None:
         """Count writes from now on, with the version counter of `x`, which has the memory."""
         self._seen = self._now(x)
 
-    def counted_by(self, clock: torch.Tensor) -> None:
+    def use_counter_of(self, clock: torch.Tensor) -> None:
         """Use the version counter of `clock` instead of the snapshot's."""
         self._clock, self._shares = clock, True
         self._seen = self._now(clock)
@@ -381,11 +381,11 @@ def add_source(
     return source
 
 
-def belongs_to(result: Any, base: Any) -> None:
+def mark_view_of(result: Any, base: Any) -> None:
     """Record that `result`, a view of an alias of `base`, is a view of `base`."""
     known = getattr(result, "__dict__", {}).get(SOURCE)
     if known is not None:
-        known[0].seen_from(base)
+        known[0].count_from(base)
 
 
 def take_over(x: Any, other: Any) -> None:
@@ -398,7 +398,7 @@ def take_over(x: Any, other: Any) -> None:
         x.__dict__.pop(SOURCE, None)
 
 
-def hold_same(x: Any, value: Any) -> None:
+def share_memory(x: Any, value: Any) -> None:
     """Give `x` the memory of `value`; each keeps its own version counter."""
     if SOURCE in value.__dict__:
         held = value.detach()
@@ -408,13 +408,13 @@ def hold_same(x: Any, value: Any) -> None:
     take_over(x, value)
 
 
-def counts_apart(data: Any, x: Any) -> None:
+def count_separately(data: Any, x: Any) -> None:
     """Record that `data` has the memory of `x`, but its own version counter."""
     x._layout.grid.hides_writes = True
     data._local = per_rank(lambda part: part.data, data._local)
     known = data.__dict__.get(SOURCE)
     if known is not None:
-        known[0].counted_by(x.detach())
+        known[0].use_counter_of(x.detach())
 
 
 def _itself(x: Any) -> Any:

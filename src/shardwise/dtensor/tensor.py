@@ -68,10 +68,10 @@ from shardwise.dtensor.conversion import (
     whole_values,
 )
 from shardwise.dtensor.operands import (
-    beside_plain,
     holds_list,
     in_place_view,
     retain_grad,
+    run_as_plain,
     with_tensors,
     without_ints,
 )
@@ -204,7 +204,7 @@ class DTensor(Wrapped):
         except TensorByKeyword:
             return run_by_keyword(func, args, kwargs or {}, DTensor.__torch_dispatch__)
         except MixedTensorsError as error:
-            return beside_plain(func, args, kwargs or {}, error)
+            return run_as_plain(func, args, kwargs or {}, error)
         try:
             entry = _entries.get(tuple(key))
         except TypeError:  # a symbolic int has no hash
@@ -245,7 +245,7 @@ class DTensor(Wrapped):
         super().requires_grad_(mode)
         if mode and "_hooked" not in self.__dict__:
             layout = autograd.gradient_layout(self._layout)
-            hook = functools.partial(autograd.lies_like, DTensor, layout)
+            hook = functools.partial(autograd.to_leaf_layout, DTensor, layout)
             self.__dict__["_hooked"] = super().register_hook(hook)
         return self
 
@@ -262,7 +262,7 @@ class DTensor(Wrapped):
         """`x.data`: the same memory, with a version counter of its own."""
         found = _data.__get__(self)
         if isinstance(found, DTensor):
-            snapshots.counts_apart(found, self)
+            snapshots.count_separately(found, self)
         return found
 
     @breaks_graph
@@ -274,7 +274,7 @@ class DTensor(Wrapped):
                 "distribute_tensor(x, mesh, placements)."
             )
         _data.__set__(self, value)  # the wrapper's own shape and dtype
-        snapshots.hold_same(self, value)
+        snapshots.share_memory(self, value)
         hook = self.__dict__.pop("_hooked", None)
         if hook is not None:  # it is for the old layout
             hook.remove()
@@ -469,7 +469,7 @@ class DTensor(Wrapped):
             grad_layout = gradient_layout_of[layout.symbolic](layout)
         else:
             normal = normalize(grad_placements, layout.shape, layout.grid)
-            grad_layout = autograd.own_entries(layout).with_placements(normal)
+            grad_layout = autograd.unexpanded(layout).with_placements(normal)
         return current_to_local(self, grad_layout)
 
     def redistribute(
@@ -672,7 +672,7 @@ def _call_on_leaf(hook: Any, leaf: weakref.ref[DTensor], grad: Any) -> Any:
     owner = leaf() if type(found) is DTensor else None
     if owner is None:
         return found
-    moved = autograd.lies_like(DTensor, autograd.gradient_layout(owner._layout), found)
+    moved = autograd.to_leaf_layout(DTensor, autograd.gradient_layout(owner._layout), found)
     return found if moved is None else moved
 
 

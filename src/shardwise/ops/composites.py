@@ -198,7 +198,7 @@ def as_strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None
         return _picked(whole, size, stride, storage_offset, tuple(stride))
 
     picked = _snapshot(x, pick)
-    picked.__dict__[SOURCE][0].differentiated_as(x)
+    picked.__dict__[SOURCE][0].send_gradient_to(x)
     return picked
 
 
@@ -209,7 +209,7 @@ def _snapshot(x: Any, pick: Callable[[Any], Any]) -> Any:
     picked._layout = make_layout(
         lo.grid, lo.placements, lo.shape, lo.stride, lo.dtype, lo.order, snapshot=True
     )
-    add_source(picked, x, pick).counted_by(x.detach())
+    add_source(picked, x, pick).use_counter_of(x.detach())
     return picked
 
 

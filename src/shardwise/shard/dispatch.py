@@ -69,7 +69,7 @@ def dispatch(
     new_args, new_kwargs = tree_unflatten(leaves, spec)
     results, shape = tree_flatten(func(*new_args, **new_kwargs))
     for result in results:
-        snapshots.belongs_to(result, first)
+        snapshots.mark_view_of(result, first)
     return tree_unflatten([_rewrapped(r, first, plain) for r in results], shape)
 
 

@@ -26,7 +26,7 @@ from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.core.mesh import grid_like
 from shardwise.core.placements import Placement, short
 from shardwise.core.untraced import breaks_graph, untraced
-from shardwise.dtensor.autograd import lies_like
+from shardwise.dtensor.autograd import to_leaf_layout
 from shardwise.dtensor.compile import FlatContext, flattened
 from shardwise.dtensor.conversion import checked_local
 from shardwise.dtensor.tensor import DTensor, _lasting
@@ -441,7 +441,7 @@ def _lies_in(tiling: Tiling, layout: Layout, grad: Any) -> Any:
     if grad is None or (isinstance(grad, ShardedTensor) and grad._tiling is tiling):
         return None
     if tiling.natural and (not isinstance(grad, ShardedTensor) or grad._layout is layout):
-        moved = lies_like(DTensor, layout, grad)
+        moved = to_leaf_layout(DTensor, layout, grad)
         found = grad if moved is None else moved
         is_dense = type(found) in (DTensor, ShardedTensor)
         return WithSpec.apply(found, tiling, ShardedTensor) if is_dense else moved
