@@ -116,19 +116,8 @@ _TURNS = frozenset(
 class Source:
     """The memory that snapshots were copied from, the view, and its latest results."""
 
-    __slots__ = (
-        "_above",
-        "_base",
-        "_clock",
-        "_counted",
-        "_history",
-        "_layout",
-        "_seen",
-        "_shares",
-        "_take",
-        "held",
-    )
-
+    _layout: Layout
+    _take: Callable[[Any], Any]
     #: The local tensor that was copied; None if the base is itself a snapshot.
     _base: torch.Tensor | None
     #: If the base is a snapshot: its source, and its number there.
@@ -155,7 +144,7 @@ class Source:
         shares: bool = False,
         counted: bool = False,
     ) -> None:
-        self._layout: Layout = base._layout
+        self._layout = base._layout
         # Not the base itself: its autograd graph would live as long as its snapshots.
         self._above = base.__dict__.get(SOURCE)
         self._base = base._local if self._above is None else None

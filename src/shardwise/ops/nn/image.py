@@ -183,43 +183,27 @@ REFUSED: dict[Any, slice] = dict.fromkeys(
 
 @dataclass(frozen=True, slots=True)
 class ConvSplit:
-    """How one axis places the input, weight, output and bias."""
+    """What one axis shards of a convolution: the dim of each tensor, or its placement."""
 
-    input: Placement
-    weight: Placement
-    output: Placement
-    bias: Placement
+    input: int | Placement
+    weight: int | Placement
+    output: int | Placement
+    bias: int | Placement
     #: The gradients of input, weight and bias when the output's gradient is placed like the output.
-    grads: tuple[Placement, Placement, Placement]
-    #: The (tensor, dim) that only this axis may shard; 0 is the input, 1 the weight.
-    alone: tuple[int, int] | None = None
+    grads: tuple[int | Placement, ...]
+    #: Whether it shards whole groups of channels; then no other axis may shard channels.
+    grouped: bool = False
 
 
-def _ways(call: Call, x: int, weight: int, output: int | None) -> Iterator[ConvSplit]:
-    """The splits of a call; `x` and `weight` are the numbers of these operands.
-
-    `output` is the number of the output's gradient, if that is an operand.
-    """
-    batch = [(x, 0)] + ([(output, 0)] if output is not None else [])
-    for sizes in call.splits(batch):
-        shard = Shard(0, sizes)
-        yield ConvSplit(shard, REPLICATE, shard, REPLICATE, (shard, SUM, SUM))
-    if call.argument("groups") == 1:
-        yield from _channel_ways(call, x, weight, output)
-    else:
+def _ways(call: Call, x: int) -> Iterator[ConvSplit]:
+    """The splits of a call whose operand `x` is the input."""
+    yield ConvSplit(0, REPLICATE, 0, REPLICATE, (0, SUM, SUM))
+    if call.argument("groups") != 1:
         yield from _group_ways(call, x)
-
-
-def _channel_ways(call: Call, x: int, weight: int, output: int | None) -> Iterator[ConvSplit]:
+        return
     out_dim, in_dim = (1, 0) if call.argument("transposed") else (0, 1)
-    places = [(weight, out_dim)] + ([(output, 1)] if output is not None else [])
-    for sizes in call.splits(places):
-        by_out, channels = Shard(out_dim, sizes), Shard(1, sizes)
-        each = Shard(0, sizes)
-        yield ConvSplit(REPLICATE, by_out, channels, each, (SUM, by_out, each))
-    for sizes in call.splits([(x, 1), (weight, in_dim)]):
-        by_in, channels = Shard(in_dim, sizes), Shard(1, sizes)
-        yield ConvSplit(channels, by_in, SUM, SUM, (channels, by_in, REPLICATE))
+    yield ConvSplit(REPLICATE, out_dim, 1, 0, (SUM, out_dim, 0))
+    yield ConvSplit(1, in_dim, SUM, SUM, (1, in_dim, REPLICATE))
 
 
 def _group_ways(call: Call, x: int) -> Iterator[ConvSplit]:
@@ -237,7 +221,7 @@ def _group_ways(call: Call, x: int) -> Iterator[ConvSplit]:
         source, each = shard_with(1, before, channels, parts), shard_with(0, after, out, parts)
         weight = shard_with(0, before, channels, parts) if call.argument("transposed") else each
         target = shard_with(1, after, out, parts)
-        yield ConvSplit(source, weight, target, each, (source, weight, each), (0, 1))
+        yield ConvSplit(source, weight, target, each, (source, weight, each), True)
 
 
 def _out_channels(call: Call) -> int:
@@ -249,17 +233,15 @@ def _out_channels(call: Call) -> int:
 
 def convolution_choices(call: Call) -> Iterator[Choice]:
     """Input, weight and perhaps a bias -> output."""
-    num = len(call.inputs)
     yield call.replicated()
     local = LocalCall(convolution_of_shards, per_rank=True)
-    for way in _ways(call, 0, 1, None):
-        choice = Choice((way.input, way.weight, way.bias)[:num], (way.output,))
-        if way.alone is not None:
-            yield replace(choice, local=local, alone=(way.alone, (1, 0)))
-            continue
-        if way.input.is_shard(0):
-            yield replace(choice, even=((0, 0),))
-        yield replace(choice, local=local)
+    for way in _ways(call, 0):
+        inputs = (way.input, way.weight, way.bias)[: len(call.inputs)]
+        alone = ((0, 1), (1, 0)) if way.grouped else ()
+        for choice in sharded_together(call, inputs, (way.output,), local, alone):
+            if way.input == 0:
+                yield replace(choice, local=None, even=((0, 0),))
+            yield choice
     yield from linear_choices(call, ((0, 2), (1, 2)))
 
 
@@ -267,15 +249,13 @@ def convolution_grad_choices(call: Call) -> Iterator[Choice]:
     """The gradient of the output, input, weight -> gradients of input, weight and bias."""
     yield call.replicated()
     local = LocalCall(convolution_grads_of_shards, per_rank=True)
-    for way in _ways(call, 1, 2, 0):
-        output = REPLICATE if way.output.is_partial() else way.output
-        choice = Choice((output, way.input, way.weight), call.asked(way.grads))
-        if way.alone is not None:
-            yield replace(choice, local=local, alone=((1, 1), (0, 1), (2, 0)))
-            continue
-        if way.input.is_shard(0):
-            yield replace(choice, even=((1, 0),))
-        yield replace(choice, local=local)
+    for way in _ways(call, 1):
+        inputs = (REPLICATE if way.output == SUM else way.output, way.input, way.weight)
+        alone = ((1, 1), (0, 1), (2, 0)) if way.grouped else ()
+        for choice in sharded_together(call, inputs, call.asked(way.grads), local, alone):
+            if way.input == 0:
+                yield replace(choice, local=None, even=((1, 0),))
+            yield choice
     for op in ("sum", "avg"):
         term = Partial(op)
         yield Choice((term, REPLICATE, REPLICATE), call.asked((term, term, term)))
