@@ -15,7 +15,7 @@ import torch
 
 from shardwise.core.layout import fits_shard, shard_with
 from shardwise.core.placements import REPLICATE, SUM, Partial, Placement, Shard
-from shardwise.core.sizes import lengths
+from shardwise.core.sizes import Size, lengths
 from shardwise.dispatch.rule import (
     Call,
     Choice,
@@ -209,12 +209,8 @@ def _ways(call: Call, x: int) -> Iterator[ConvSplit]:
 def _group_ways(call: Call, x: int) -> Iterator[ConvSplit]:
     """Whole groups: the sharding of channels follows that of groups."""
     groups, channels = call.argument("groups"), call.inputs[x].shape[1]
-    per_group = channels // groups
-    for sizes in call.splits([(x, 1)]):
-        if sizes is not None and any(n % per_group for n in sizes):
-            continue
-        counts = [n // per_group for n in sizes] if sizes else lengths(groups, call.axis_size, None)
-        parts, out = call.axis_size, _out_channels(call)
+    parts, out = call.axis_size, _out_channels(call)
+    for counts in group_counts(call, x, groups):
         before, after = (tuple(n * size // groups for n in counts) for size in (channels, out))
         if not fits_shard(before, channels, parts) or not fits_shard(after, out, parts):
             continue
@@ -222,6 +218,16 @@ def _group_ways(call: Call, x: int) -> Iterator[ConvSplit]:
         weight = shard_with(0, before, channels, parts) if call.argument("transposed") else each
         target = shard_with(1, after, out, parts)
         yield ConvSplit(source, weight, target, each, (source, weight, each), True)
+
+
+def group_counts(call: Call, x: int, groups: Size) -> Iterator[tuple[Size, ...]]:
+    """How many groups of the channels of operand `x` each rank may hold; none is cut."""
+    per_group = call.inputs[x].shape[1] // groups
+    for sizes in call.splits([(x, 1)]):
+        if sizes is None:
+            yield lengths(groups, call.axis_size, None)
+        elif not any(n % per_group for n in sizes):
+            yield tuple(n // per_group for n in sizes)
 
 
 def _out_channels(call: Call) -> int:

@@ -15,7 +15,6 @@ import torch
 
 from shardwise.core.layout import fits_shard, shard_with
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
-from shardwise.core.sizes import lengths
 from shardwise.core.untraced import SkipsNone, without_autocast
 from shardwise.dispatch.rule import (
     Call,
@@ -31,6 +30,7 @@ from shardwise.dispatch.rule import (
 )
 from shardwise.dtensor.autograd import direct_apply, gradient_layout, redistribute
 from shardwise.dtensor.tensor import DTensor, run
+from shardwise.ops.nn.image import group_counts
 from shardwise.ops.operands import all_distributed, are_distributed, as_view, fake
 
 aten = torch.ops.aten
@@ -422,23 +422,15 @@ class ChannelSplit:
 
 def _channel_splits(call: Call, x: int) -> Iterator[ChannelSplit]:
     channels, groups = call.inputs[x].shape[1], call.argument("group")
-    per_group = channels // groups
-    for sizes in call.splits([(x, 1)]):
-        if sizes is not None and any(n % per_group for n in sizes):
-            continue
-        counts = (
-            tuple(n // per_group for n in sizes)
-            if sizes is not None
-            else lengths(groups, call.axis_size, None)
-        )
-        wide = tuple(n * per_group for n in counts)
-        if not fits_shard(wide, channels, call.axis_size):
-            continue
-        yield ChannelSplit(
-            shard_with(1, wide, channels, call.axis_size),
-            shard_with(0, wide, channels, call.axis_size),
-            shard_with(1, counts, groups, call.axis_size),
-        )
+    parts = call.axis_size
+    for counts in group_counts(call, x, groups):
+        wide = tuple(n * (channels // groups) for n in counts)
+        if fits_shard(wide, channels, parts):
+            yield ChannelSplit(
+                shard_with(1, wide, channels, parts),
+                shard_with(0, wide, channels, parts),
+                shard_with(1, counts, groups, parts),
+            )
 
 
 def group_norm_choices(call: Call) -> Iterator[Choice]:
