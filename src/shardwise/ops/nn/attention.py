@@ -20,7 +20,16 @@ from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.core.sizes import equal, lengths
 from shardwise.core.untraced import SkipsNone
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table, unless_empty
+from shardwise.dispatch.rule import (
+    Call,
+    Choice,
+    LocalCall,
+    Rule,
+    Table,
+    sharded_together,
+    table,
+    unless_empty,
+)
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import RedistributionError
 from shardwise.ops.nn.context_attention import AxisGroup, ContextAttention, choose
@@ -60,60 +69,47 @@ class Attention:
         if drops:
             return
         names = call.tensor_names()
-        query = names.index("query")
         heads = [m.shape[1] for m, n in zip(call.inputs, names, strict=True) if n in _WITH_HEADS]
         for dim in (0, 1):
             grouped = dim == 1 and not all(equal(h, heads[0]) for h in heads)
-            if grouped and any(type(h) is not int or h % call.axis_size for h in heads):
-                continue
-            for sizes in call.splits([(query, dim)]):
-                if not grouped or sizes is None:
-                    yield from self._sharded(call, names, query, dim, sizes, grouped)
+            if not grouped or all(type(h) is int and h % call.axis_size == 0 for h in heads):
+                yield from self._sharded(call, names, dim, grouped)
 
     def _sharded(
-        self,
-        call: Call,
-        names: Sequence[str],
-        query: int,
-        dim: int,
-        sizes: tuple[int, ...] | None,
-        grouped: bool,
+        self, call: Call, names: Sequence[str], dim: int, grouped: bool
     ) -> Iterator[Choice]:
-        shard, whole = Shard(dim, sizes), call.inputs[query].shape[dim]
-        masks = [
-            _mask_placement(meta.shape, dim, whole, sizes) if name in _MASKS else None
+        query = names.index("query")
+        whole = call.inputs[query].shape[dim]
+        inputs: list[int | Placement] = [
+            _mask_dim(meta.shape, dim, whole)
+            if name in _MASKS
+            else (dim if name in _WITH_HEADS else REPLICATE)
             for meta, name in zip(call.inputs, names, strict=True)
         ]
-        inputs = tuple(
-            mask or (shard if name in _WITH_HEADS else REPLICATE)
-            for name, mask in zip(names, masks, strict=True)
-        )
-        outputs: list[Placement] = [shard] * min(self.num_with_heads, len(call.outputs))
+        outputs: list[int | Placement] = [dim] * min(self.num_with_heads, len(call.outputs))
         if self.mask_grad and len(call.outputs) > len(outputs):
-            mask = next((m for m in masks if m is not None), REPLICATE)
-            outputs.append(mask if mask.is_shard() else SUM)
+            masks = [at for at, name in zip(inputs, names, strict=True) if name in _MASKS]
+            outputs.append(next((at for at in masks if isinstance(at, int)), SUM))
         outputs += [REPLICATE] * (len(call.outputs) - len(outputs))
-        choice = Choice(inputs, tuple(outputs))
-        if sizes is None:
-            yield replace(
-                choice, even=tuple((i, dim) for i, n in enumerate(names) if n in _WITH_HEADS)
-            )
-        if grouped:
-            return
-        if self.guarded:
-            yield replace(choice, local=unless_empty(call.op))
-        elif type(whole) is int and all(lengths(whole, call.axis_size, sizes)):
-            yield replace(choice, alone=((query, dim),))
+        even = tuple((i, dim) for i, name in enumerate(names) if name in _WITH_HEADS)
+        for choice in sharded_together(call, inputs, outputs):
+            shard: Any = choice.inputs[query]
+            if shard.sizes is None:
+                yield replace(choice, even=even)
+            if grouped:
+                continue
+            if self.guarded:
+                yield replace(choice, local=unless_empty(call.op))
+            elif type(whole) is int and all(lengths(whole, call.axis_size, shard.sizes)):
+                yield replace(choice, alone=((query, dim),))
 
 
-def _mask_placement(
-    shape: tuple[int, ...], dim: int, whole: int, sizes: tuple[int, ...] | None
-) -> Placement:
+def _mask_dim(shape: tuple[int, ...], dim: int, whole: int) -> int | Placement:
     """A mask has up to four dims, aligned at the last; size 1 is broadcast."""
     at = dim - (4 - len(shape))
     if at < 0 or (equal(shape[at], 1) and not equal(whole, 1)):
         return REPLICATE
-    return Shard(at, sizes)
+    return at
 
 
 @dataclass(frozen=True, slots=True)
