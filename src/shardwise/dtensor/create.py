@@ -167,10 +167,10 @@ def distribute_module(
         _replicate_rest(submodule, mesh, made)
     if input_fn is not None:
         enter = _with_module(input_fn, "input_fn", "inputs")
-        module.register_forward_pre_hook(functools.partial(_enter, enter, grid))
+        module.register_forward_pre_hook(functools.partial(_call_hook, enter, grid))
     if output_fn is not None:
         leave = _with_module(output_fn, "output_fn", "outputs")
-        module.register_forward_hook(functools.partial(_leave, leave, grid))
+        module.register_forward_hook(functools.partial(_call_hook, leave, grid))
     return module
 
 
@@ -193,13 +193,12 @@ def _without_module(fn: Callable[..., Any], _: nn.Module, tensors: Any, mesh: De
     return fn(tensors, mesh)
 
 
-# Hooks hold a grid, not a mesh: it can be pickled and copied with the module.
-def _enter(fn: Callable[..., Any], grid: Grid, module: nn.Module, inputs: Any) -> Any:
-    return fn(module, inputs, grid.mesh)
+def _call_hook(fn: Callable[..., Any], grid: Grid, module: nn.Module, *tensors: Any) -> Any:
+    """`fn` of the inputs, or of the outputs that follow them.
 
-
-def _leave(fn: Callable[..., Any], grid: Grid, module: nn.Module, _: Any, outputs: Any) -> Any:
-    return fn(module, outputs, grid.mesh)
+    A grid, unlike a mesh, can be pickled and copied with the module.
+    """
+    return fn(module, tensors[-1], grid.mesh)
 
 
 def _replicate_rest(

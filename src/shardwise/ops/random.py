@@ -129,8 +129,8 @@ class Bernoulli:
     ) -> torch.Tensor:
         if not has_values(x):
             chances = assembled(layouts[-1], x if p is None else p)
-            drawing = {} if generator is None else {"generator": generator}
-            drawn = aten.bernoulli.Tensor(model_of(layouts[-1], x.device), chances, **drawing)
+            model = model_of(layouts[-1], x.device)
+            drawn = aten.bernoulli.Tensor(model, chances, generator=generator)
             parts = sliced(drawn, layouts[-1])
             return x.copy_(parts) if self.op._schema.is_mutable else parts
         held = x if self.op._schema.is_mutable else new_parts(layouts[-1], x.device)

@@ -264,7 +264,8 @@ def native_batch_norm(
     if not are_distributed(*operands):
         operands = tuple(all_distributed(aten.native_batch_norm.default, operands))
         return native_batch_norm(*operands, training, momentum, eps)
-    if any(t is not None and type(t) is not DTensor for t in operands):
+    without_statistics = not training and (running_mean is None or running_var is None)
+    if without_statistics or any(t is not None and type(t) is not DTensor for t in operands):
         args = (*operands, training, momentum, eps)
         return DTensor.__torch_dispatch__(aten.native_batch_norm.default, None, args)
     if torch.is_grad_enabled():
@@ -275,9 +276,6 @@ def native_batch_norm(
         _update(running_mean, mean, momentum)
         _update(running_var, _unbiased(var, _count(x)), momentum)
         return out, mean, torch.rsqrt(var + eps)
-    if running_mean is None or running_var is None:
-        args = (*operands, training, momentum, eps)
-        return DTensor.__torch_dispatch__(aten.native_batch_norm.default, None, args)
     out, mean, _ = _apply(x, weight, bias, running_mean, running_var, False, eps)
     nothing = mean.new_empty((0,))
     return out, nothing, nothing
