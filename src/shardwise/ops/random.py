@@ -289,36 +289,34 @@ def _kernel(op: Any) -> Any:
 #
 # Torch saves the input too, or the result of the in-place op, and so backward refuses a write to
 # it. Here `leaky_relu` with slope 1, the identity, does that.
-def rrelu(
-    x: Any,
-    lower: float = 1 / 8,
-    upper: float = 1 / 3,
-    training: bool = False,
-    generator: Any = None,
-) -> Any:
-    slopes = _slopes(x, lower, upper, training, generator)
-    found = F.leaky_relu(x, (lower + upper) / 2 if slopes is None else 1.0).contiguous()
+def rrelu(x: Any, *options: Any) -> Any:
+    slopes, mean = _slopes(x, *options)
+    found = F.leaky_relu(x, mean if slopes is None else 1.0).contiguous()
     return found if slopes is None else found * slopes  # strides as on one device
 
 
-def rrelu_(
+def rrelu_(x: Any, *options: Any) -> Any:
+    slopes, mean = _slopes(x, *options)
+    if slopes is None:
+        return F.leaky_relu_(x, mean)
+    return F.leaky_relu_(x.mul_(slopes), 1.0)
+
+
+def _slopes(
     x: Any,
     lower: float = 1 / 8,
     upper: float = 1 / 3,
     training: bool = False,
     generator: Any = None,
-) -> Any:
-    slopes = _slopes(x, lower, upper, training, generator)
-    if slopes is None:
-        return F.leaky_relu_(x, (lower + upper) / 2)
-    return F.leaky_relu_(x.mul_(slopes), 1.0)
-
-
-def _slopes(x: Any, lower: float, upper: float, training: bool, generator: Any) -> Any:
+) -> tuple[Any, float]:
+    """The slope of each entry, None without training, and their mean."""
     if not lower <= upper:
         torch.rrelu(torch.empty(0), lower, upper, training)  # raises torch's error
+    mean = (lower + upper) / 2
+    if not training:
+        return None, mean
     # One device draws in the order of entries, not of memory.
-    return run(rrelu_slopes, x.detach().contiguous(), lower, upper, generator) if training else None
+    return run(rrelu_slopes, x.detach().contiguous(), lower, upper, generator), mean
 
 
 RULES: Table = table(

@@ -134,7 +134,6 @@ def matmul_letters(left: Sequence[Size], right: Sequence[Size]) -> tuple[str, st
     """
     batch = max(len(left) - 2, len(right) - 2, 0)
     names = "ABCDEFGHIJ"[:batch]
-    results = list(names)
     sides = []
     for shape, other in ((left, right), (right, left)):
         letters = []
@@ -146,7 +145,7 @@ def matmul_letters(left: Sequence[Size], right: Sequence[Size]) -> tuple[str, st
             letters.append(names[place].lower() if broadcast else names[place])
         sides.append("".join(letters))
     rows, columns = "M" if len(left) > 1 else "", "N" if len(right) > 1 else ""
-    return f"{sides[0]}{rows}K", f"{sides[1]}K{columns}", "".join(results) + rows + columns
+    return f"{sides[0]}{rows}K", f"{sides[1]}K{columns}", names + rows + columns
 
 
 # -- einsum and bilinear, above autograd -----------------------------------------------------

@@ -10,7 +10,9 @@ work needs.
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,14 +145,11 @@ def schedule(queries: tuple[Range, ...], keys: tuple[Range, ...], causal: bool) 
 
 def _cut(first: int, end: int, num_keys: int, amount: float) -> int:
     """The position up to which the queries from `first` have about `amount` pairs."""
-    low, high = first, end
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _num_pairs((first, middle), num_keys, True) <= amount:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+
+    def num_pairs(cut: int) -> int:
+        return _num_pairs((first, cut), num_keys, True)
+
+    return first + bisect.bisect_right(range(first + 1, end + 1), amount, key=num_pairs)
 
 
 def _num_pairs(queries: Range, num_keys: int, causal: bool) -> int:
@@ -191,11 +190,7 @@ def heads_s(found: Schedule, row: RowBytes, repeats: float) -> float:
 
 def spans(sizes: Sequence[int]) -> tuple[Range, ...]:
     """Consecutive ranges of these sizes."""
-    found, first = [], 0
-    for size in sizes:
-        found.append((first, first + size))
-        first += size
-    return tuple(found)
+    return tuple(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
 
 
 # -- attention tiles -----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -311,9 +312,7 @@ def _flat_rows(
     layout: Layout, coordinate: Coordinate, index: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions in the flattened shard, and which ones other ranks own."""
-    numel = 1
-    for size in layout.shape:
-        numel *= size
+    numel = math.prod(layout.shape)
     check_bounds(index, numel)
     rest = torch.where(index < 0, index + numel, index)
     offset, shape = layout.box(coordinate)

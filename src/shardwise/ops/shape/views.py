@@ -7,6 +7,7 @@ dims must be whole.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -150,20 +151,13 @@ def _outermost(
     return Link(
         first_i + skip_i,
         first_j + skip_j,
-        _product(before[skip_i + 1 :]),
-        _product(after[skip_j + 1 :]),
+        math.prod(before[skip_i + 1 :]),
+        math.prod(after[skip_j + 1 :]),
     )
 
 
 def _leading_ones(sizes: Sequence[Size]) -> int:
     return next((n for n, s in enumerate(sizes) if type(s) is not int or s != 1), len(sizes))
-
-
-def _product(sizes: Sequence[Size]) -> Size:
-    result: Size = 1
-    for size in sizes:
-        result = result * size
-    return result
 
 
 def _viewed(call: Call) -> list[Link]:
