@@ -215,7 +215,7 @@ class Redistribute(UntracedFunction):
         if grad is None:
             return None, None, None
         grad = _as_dtensor(grad, ctx.layout, ctx.cls)
-        target = relaid(gradient_layout(ctx.layout), grad._layout)
+        target = placed_like(gradient_layout(ctx.layout), grad._layout)
         return redistribute(grad, target, ctx.async_op), None, None
 
 
@@ -369,10 +369,10 @@ class FromLocal(UntracedFunction):
             refuse_transformed(grad, "The gradient of from_local()")
         _, cls, terms, grad_layout, weight, async_op, plain = ctx.saved
         grad = _as_dtensor(grad, grad_layout, cls)
-        target = relaid(grad_layout, grad._layout)
+        target = placed_like(grad_layout, grad._layout)
         moved = redistribute(grad, target, async_op)
         if torch.is_grad_enabled() and moved.requires_grad:
-            source = relaid(_as_sums(terms), moved._layout)  # `weight` makes them an average
+            source = placed_like(_as_sums(terms), moved._layout)  # `weight` makes them an average
             local = to_local(moved, source, async_op, plain)
         else:
             local = _local_for_users(moved, async_op, plain)
@@ -438,7 +438,7 @@ default_layouts: dict[Layout, tuple[Any, ...]] = {}
 world_caches.append(default_layouts.clear)
 
 
-def relaid(layout: Layout, other: Layout) -> Layout:
+def placed_like(layout: Layout, other: Layout) -> Layout:
     """`other` with the placements of `layout`: a gradient may differ in stride."""
     return other.with_placements(layout.placements, layout.order)
 

@@ -109,7 +109,7 @@ def global_layout(
             Shard(p.dim, asked.sizes) if isinstance(p, Shard) else p
             for p, asked in zip(checked, given, strict=True)
         ]
-        whole = _grown(local_shape, sized, grid)
+        whole = _global_shape(local_shape, sized, grid)
         normal = normalize(sized, whole, grid)
     dense = as_sizes(stride) if stride is not None else stride_like(local, whole)
     return make_layout(grid, normal, whole, dense, local.dtype)
@@ -127,7 +127,7 @@ def gives_sizes(placements: Any) -> bool:
     return any(isinstance(placement, Shard) and bool(placement.sizes) for placement in given)
 
 
-def _grown(local_shape: Shape, placements: Sequence[Placement], grid: Grid) -> Shape:
+def _global_shape(local_shape: Shape, placements: Sequence[Placement], grid: Grid) -> Shape:
     """The global shape when all ranks hold shards of the same shape."""
     whole = list(local_shape)
     for axis, placement in enumerate(placements):
@@ -289,13 +289,13 @@ class CastAndMove(SkipsNone):
     ) -> Any:
         ctx.layout, ctx.back, ctx.async_op = x._layout, back, async_op
         cast = _cast(x, dtype)
-        moved = autograd.redistribute(cast, autograd.relaid(target, cast._layout), async_op)
+        moved = autograd.redistribute(cast, autograd.placed_like(target, cast._layout), async_op)
         return moved.clone() if moved is x else moved
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         cast = _cast(grad, ctx.back)
-        target = autograd.relaid(autograd.gradient_layout(ctx.layout), cast._layout)
+        target = autograd.placed_like(autograd.gradient_layout(ctx.layout), cast._layout)
         moved = autograd.redistribute(cast, target, ctx.async_op)
         return _cast(moved, ctx.layout.dtype), None, None, None, None
 

@@ -350,7 +350,7 @@ def without_ints(x: Any, index: Any, value: Any) -> tuple[Any, Any]:
     num_tensors = sum(isinstance(item, torch.Tensor) for item in items)
     if one and num_tensors:
         return tuple(_beside_tensors(x, item) for item in items), value
-    steps = [reach for item in items if (reach := _reach(item)) is not None]
+    steps = [reach for item in items if (reach := _dims_of_item(item)) is not None]
     missing = x.dim() - sum(consumed for consumed, _ in steps)
     if missing < 0 or len(steps) < len(items) or num_tensors > 1:
         return index, value
@@ -420,7 +420,7 @@ def _same_memory(x: Any, index: tuple[Any, ...], value: Any) -> bool:
     return all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in pairs)
 
 
-def _reach(item: Any) -> tuple[int, int] | None:
+def _dims_of_item(item: Any) -> tuple[int, int] | None:
     """How many dims an item of an index consumes and produces; None if unknown."""
     if item is None:
         return 0, 1
@@ -460,7 +460,7 @@ def in_place_view(name: str) -> Callable[..., Any]:
         if torch.compiler.is_compiling() or not has_values(x._local):
             return turn(x, *args, **kwargs)
         if x.is_leaf and x.requires_grad:
-            return _turned_leaf(turn, x, *args, **kwargs)
+            return _change_leaf(turn, x, *args, **kwargs)
         if x._use_count() == 1 and not x._is_view():
             return turn(x, *args, **kwargs)  # there is no view of it
         if x.retains_grad:  # torch's hook knows the tensor that the name no longer means
@@ -475,7 +475,7 @@ def in_place_view(name: str) -> Callable[..., Any]:
             view = view_of(x, *args, **kwargs)
         if view._layout.snapshot and not x._layout.snapshot:
             return turn(x, *args, **kwargs)  # raises the right error
-        _become(x, view)
+        _become_view(x, view)
         return x
 
     method.__name__ = name
@@ -483,7 +483,7 @@ def in_place_view(name: str) -> Callable[..., Any]:
     return method
 
 
-def _become(x: Any, view: Any) -> None:
+def _become_view(x: Any, view: Any) -> None:
     """Let `x` be a view of itself; what it was lives on as the base of that view and others."""
     swap_tensors(x, view)
     base = type(x)._wrap(view._local, view._layout)
@@ -501,7 +501,7 @@ def retain_grad(x: Any) -> None:
     operands = None if torch.compiler.is_compiling() else getattr(x.grad_fn, "biased", None)
     if operands is not None and not x._is_view() and _is_view_of_product(*operands):
         with torch.enable_grad():
-            _become(x, x.view(x.shape))
+            _become_view(x, x.view(x.shape))
     torch.Tensor.retain_grad(x)
 
 
@@ -512,7 +512,7 @@ def _is_view_of_product(layout: Layout, of_bias: Layout) -> bool:
     return torch.nn.functional.linear(x, weight, bias)._is_view()
 
 
-def _turned_leaf(turn: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _change_leaf(turn: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Change a leaf, which stays one and must have no views; its gradient hook is renewed."""
     if not torch.is_grad_enabled() and x._use_count() > 1:
         raise UnsupportedError(

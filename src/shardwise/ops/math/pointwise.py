@@ -70,7 +70,7 @@ def _twin(prim: Any) -> Any:
 # -- sgn, above autograd: torch's gradient formula for real numbers makes plain zeros --------
 
 
-class Unit(SkipsNone):
+class Sgn(SkipsNone):
     """`sgn`: of complex numbers, magnitude 1, same direction; zero for zero.
 
     It keeps what torch keeps, so that a write to either raises in backward.
@@ -93,12 +93,12 @@ class Unit(SkipsNone):
         return ((grad - along) / size.masked_fill(zero, 1)).masked_fill(zero, 0)
 
 
-_apply_unit = direct_apply(Unit)
+_apply_sgn = direct_apply(Sgn)
 
 
 def sgn(x: Any) -> Any:
     if torch.is_grad_enabled() and x.requires_grad:
-        return _apply_unit(x)
+        return _apply_sgn(x)
     return run(aten.sgn.default, x)
 
 
