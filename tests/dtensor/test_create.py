@@ -46,6 +46,12 @@ def test_ranks_get_the_values_of_the_source(mesh):
             shardwise.distribute_tensor(mine, mesh, [Shard(0)], src_data_rank=bad)
 
 
+@pytest.mark.parametrize("source", [-1, 1.5, 99])
+def test_a_source_is_a_coordinate(mesh, source):
+    with pytest.raises(shardwise.LayoutError, match=f"src_data_rank={source} is not a coordinate"):
+        shardwise.distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=source)
+
+
 def test_without_a_source_nothing_is_communicated(mesh):
     mine = LocalTensor.per_rank(lambda rank: torch.arange(4) + 10 * rank)
     with CommDebugMode() as comm:

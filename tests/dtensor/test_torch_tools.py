@@ -115,8 +115,12 @@ def test_tensors_made_inside_of_a_transform(mesh):
 
 
 def test_a_number_is_formatted_as_one(mesh):
-    loss = lay(torch.arange(10.0), mesh, [Shard(0)]).sum()
+    x = lay(torch.arange(10.0), mesh, [Shard(0)])
+    loss = x.sum()
     assert f"{loss:.2f}" == "45.00"
+    assert f"{x}" == str(x)
+    with pytest.raises(TypeError, match="unsupported format string"):
+        f"{x:.2f}"
     assert f"{loss}" == str(loss)
 
 

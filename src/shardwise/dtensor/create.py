@@ -79,7 +79,7 @@ def distribute_tensor(
             "it first, or use DTensor.from_local() to stay differentiable."
         )
     normal = normalize(placements, tensor.shape, grid)
-    if src_data_rank is not None and not 0 <= src_data_rank < min(grid.shape):
+    if src_data_rank is not None and src_data_rank not in range(min(grid.shape)):
         raise LayoutError(
             f"src_data_rank={src_data_rank} is not a coordinate on every axis of {grid!r}."
         )

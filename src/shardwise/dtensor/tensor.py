@@ -365,7 +365,9 @@ class DTensor(Wrapped):
 
     def __format__(self, spec: str) -> str:
         """As any tensor's: a 0-dim tensor is formatted as a number, `f"{loss:.3f}"`."""
-        return format(self.item(), spec) if self.dim() == 0 and spec else str(self)
+        return (
+            format(self.item(), spec) if self.dim() == 0 and spec else object.__format__(self, spec)
+        )
 
     # -- values for Python and numpy ---------------------------------------------------------
 
