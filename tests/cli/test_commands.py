@@ -78,6 +78,13 @@ def test_check_compares_on_ranks_and_trains_on_a_mesh(run):
     ]
 
 
+def test_check_prints_json_without_nan(run):
+    found = run("check", "report_models:badly_masked", "--mesh", "dp=2", "--json")
+    assert found.exit_code == 1
+    (parity,) = json.loads(found.output, parse_constant=pytest.fail)
+    assert None in [each["largest"] for each in parity["differences"]]
+
+
 def test_check_says_what_differs_by_its_exit_status(run):
     good = run("check", "report_models:mlp", "--plan", "plan.toml", "--ranks", "1,2")
     assert good.exit_code == 0, good.output

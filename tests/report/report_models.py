@@ -176,6 +176,29 @@ def classes():
     return Classes(), (torch.randn(8, 6), torch.randn(8, 6))
 
 
+class Masked(MLP):
+    """Its outputs are infinite in places; with `broken`, not where they should be."""
+
+    broken = False
+
+    def forward(self, x, target):
+        scores = self.up(x)
+        mask = torch.arange(10) < 3
+        if self.broken and type(x) is not torch.Tensor:  # on simulated ranks
+            mask = ~mask
+        return {"loss": scores.pow(2).mean(), "scores": scores.masked_fill(mask, -torch.inf)}
+
+
+def masked():
+    return Masked(), (torch.randn(8, 6), torch.randn(8, 6))
+
+
+def badly_masked():
+    model, batch = masked()
+    model.broken = True
+    return model, batch
+
+
 class LossInDict(MLP):
     def forward(self, x, target):
         return {"loss": super().forward(x, target), "much_larger": 100 * self.up(x)}

@@ -48,6 +48,15 @@ def test_a_batch_may_be_a_named_tuple(plans):
     assert check_simulated(case(plans, "mlp_with_named_batch", None), Mesh.parse("dp=2")).agrees
 
 
+def test_infinite_outputs_agree_where_they_are_infinite_on_one_device(plans):
+    assert check_simulated(case(plans, "masked", None), Mesh.parse("dp=2")).agrees
+    parity = check_simulated(case(plans, "badly_masked", None), Mesh.parse("dp=2"))
+    assert {each.name for each in parity.differing} == {
+        "on rank 0, tensor 1",
+        "on rank 1, tensor 1",
+    }
+
+
 def test_the_loss_may_be_in_a_dict(plans):
     found = check_simulated(case(plans, "loss_in_dict", None), Mesh.parse("dp=2"))
     plain = check_simulated(case(plans, "mlp", None), Mesh.parse("dp=2"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -310,7 +311,12 @@ def parse_meshes(text: str) -> list[Mesh]:
 
 def _as_dict(parity: Parity, runs: list[TrainingParity]) -> dict[str, object]:
     differences = [
-        {**asdict(each), "agrees": each.within(parity.tolerance)} for each in parity.differences
+        {
+            **asdict(each),
+            "largest": each.largest if math.isfinite(each.largest) else None,  # no NaN in JSON
+            "agrees": each.within(parity.tolerance),
+        }
+        for each in parity.differences
     ]
     content: dict[str, object] = {
         "mesh": str(parity.mesh),

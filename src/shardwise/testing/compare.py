@@ -125,8 +125,8 @@ def _difference(ours: Any, theirs: Any, close: dict[str, float]) -> str:
 
 Values = dict[str, torch.Tensor]
 
-#: A difference is relative to the largest entry of the tensor on one device, and at least to this
-#: share of the largest of all tensors: a value that is zero in theory is rounding on both sides.
+#: A difference is relative to the largest finite entry of the tensor on one device, and at least
+#: to this share of that of all tensors: a value that is zero in theory is rounding on both sides.
 SMALLEST = 1e-3
 
 
@@ -146,17 +146,18 @@ class Difference:
 
 def differences(what: str, one: Values, many: Values) -> Iterator[Difference]:
     """Compare the tensors of one device with those of many, by name."""
-    largest = max((_largest(value) for value in one.values()), default=0.0)
+    largest = max((_scale(value) for value in one.values()), default=0.0)
     for name, expected in one.items():
         found = many.get(name)
-        scale = max(_largest(expected), SMALLEST * largest)
+        scale = max(_scale(expected), SMALLEST * largest)
         if found is None:
             yield Difference(what, name, 0.0, scale, "missing when sharded")
         elif found.shape != expected.shape:
             shapes = f"{tuple(found.shape)}, not {tuple(expected.shape)}"
             yield Difference(what, name, 0.0, scale, f"has shape {shapes}")
         else:
-            gap = _largest(_in_double(found) - _in_double(expected))
+            ours, theirs = _in_double(found), _in_double(expected)
+            gap = _largest(torch.where(ours == theirs, 0, ours - theirs))  # inf - inf is NaN
             remark = "" if gap == gap else "not a number"
             yield Difference(what, name, gap, scale, remark)
     for name in many.keys() - one.keys():
@@ -165,6 +166,11 @@ def differences(what: str, one: Values, many: Values) -> Iterator[Difference]:
 
 def _largest(tensor: torch.Tensor) -> float:
     return float(_in_double(tensor).abs().max()) if tensor.numel() else 0.0
+
+
+def _scale(tensor: torch.Tensor) -> float:
+    """The largest of the finite entries."""
+    return _largest(tensor[tensor.isfinite()])
 
 
 def _in_double(tensor: torch.Tensor) -> torch.Tensor:
