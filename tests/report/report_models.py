@@ -176,6 +176,51 @@ def classes():
     return Classes(), (torch.randn(8, 6), torch.randn(8, 6))
 
 
+class Normed(MLP):
+    """Changes buffers in place, and puts another tensor in the place of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(10)
+        self.register_buffer("is_odd", torch.tensor(False))
+        self.register_buffer("num_calls", torch.tensor(0))
+
+    def forward(self, x, target):
+        self.is_odd = ~self.is_odd
+        loss = F.mse_loss(self.down(F.gelu(self.norm(self.up(x)))), target)
+        self.num_calls += 1  # after all that backward needs
+        return loss
+
+
+def normed():
+    return Normed(), (torch.randn(8, 6), torch.randn(8, 6))
+
+
+class Tied(nn.Module):
+    """Has one parameter, which is its embedding and its head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return F.cross_entropy(F.linear(x, self.embed.weight), ids)
+
+
+def tied():
+    return Tied(), torch.arange(8) % 7
+
+
+class Single(MLP):
+    def forward(self, x, target):
+        return super().forward(x.float(), target)
+
+
+def single():
+    return Single(), (torch.randn(8, 6), torch.randn(8, 6))
+
+
 class Masked(MLP):
     """Its outputs are infinite in places; with `broken`, not where they should be."""
 

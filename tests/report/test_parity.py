@@ -82,6 +82,27 @@ def test_sparse_gradients_train_with_an_optimizer_that_takes_them(plans):
     assert ("two",) in [run.options for run in runs]
 
 
+@pytest.mark.parametrize(
+    ("target", "run", "left_out"),
+    [
+        ("normed", {"recompute", "evaluate", "copy"}, {"save", "reload"}),
+        ("tied", {"two", "save", "hooks"}, {"late", "freeze", "inputs"}),
+    ],
+)
+def test_options_that_one_device_does_not_have_are_left_out(plans, target, run, left_out):
+    runs = check_training(case(plans, target, None), Mesh.parse("dp=2"))
+    assert {each.kind for each in runs} == {"ok"}, runs
+    options = {option for each in runs for option in each.options}
+    assert run <= options
+    assert not left_out & options
+
+
+def test_what_does_not_train_in_double_precision_is_refused_once(plans):
+    (found,) = check_training(case(plans, "single", None), Mesh.parse("dp=2"))
+    assert (found.options, found.kind) == ((), "refused")
+    assert "in double precision" in found.text
+
+
 def test_what_one_device_does_not_train_is_refused(plans):
     (found,) = check_training(case(plans, "sparse_rows", None), Mesh.parse("dp=2"), ["clip"])
     assert found.kind == "refused"

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 
-from shardwise._torch.functions import BatchStatistics, tree_map
+from shardwise._torch.functions import tree_map
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError
@@ -34,13 +33,11 @@ from shardwise.testing.compare import Difference, Values, differences
 from shardwise.testing.layouts import Mesh
 from shardwise.testing.loop import (
     OPTIONS,
-    Loss,
     agree,
     call,
     collections_in,
     loss_of,
     per_rank,
-    plain_loss,
     sparse_parameters,
     split_batch,
     tensors_of,
@@ -48,6 +45,7 @@ from shardwise.testing.loop import (
 )
 from shardwise.testing.training import (
     AUTOCAST_BOUND,
+    NOT_ALONE,
     NUM_STEPS,
     Steps,
     Training,
@@ -159,11 +157,7 @@ def play_alone(case: Case, parts: tuple[int, ...]) -> StepResult:
 def play_sharded(case: Case, mesh: Mesh) -> tuple[StepResult, tuple[int, ...]]:
     """One step in the current world, and the number of each rank's part of the batch."""
     module, batch = case.build()
-    if any(parameter.is_meta for parameter in module.parameters()):
-        raise ArgumentError(
-            f"The module of {case.target} is on the meta device, and there are no values to "
-            "compare: make it on the CPU. (explain takes it as it is.)"
-        )
+    _check_values(case, module)
     sharded = case.shard(module, mesh.make())
     parts = split_batch(batch, sharded.num_parts)
     torch.manual_seed(case.seed)
@@ -176,6 +170,14 @@ def play_sharded(case: Case, mesh: Mesh) -> tuple[StepResult, tuple[int, ...]]:
     loss_of(output).backward()
     numbers = tuple(sharded.part_of(rank) for rank in range(world.size))
     return _finish(sharded.module, outputs), numbers
+
+
+def _check_values(case: Case, module: nn.Module) -> None:
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise ArgumentError(
+            f"The module of {case.target} is on the meta device, and there are no values to "
+            "compare: make it on the CPU. (explain takes it as it is.)"
+        )
 
 
 def _finish(module: nn.Module, outputs: Values) -> StepResult:
@@ -273,35 +275,45 @@ def check_training(
             f"Options of training steps are {', '.join(APPLY)}; found {', '.join(options)}"
             f"{', which exclude each other' if chosen <= set(APPLY) else ''}."
         )
-    module, _ = case.build()
+    module, batch = case.build()
+    _check_values(case, module)
     if optimizer == "momentum" and sparse_parameters(module):
         optimizer = "sgd"
-    runs = [chosen] if chosen else [frozenset[str](), *_applying(case, module, mesh)]
+    runs = [chosen] if chosen else [frozenset[str](), *_applying(case, module, batch, mesh)]
     subjects = [Subject(case, mesh, run, optimizer, tolerance) for run in runs]
     judge = judge_in_processes if processes else judge_simulated
     judgements = judge(training_of, subjects, mesh.num_ranks)
     return [
         TrainingParity(tuple(sorted(run)), each.kind, each.text, each.compared)
         for run, each in zip(runs, judgements, strict=True)
+        # What was not asked for, and is nothing for one device either, says nothing about ranks.
+        if chosen or not run or not each.text.startswith(NOT_ALONE)
     ]
 
 
-def _applying(case: Case, module: nn.Module, mesh: Mesh) -> list[frozenset[str]]:
+def _applying(case: Case, module: nn.Module, batch: Any, mesh: Mesh) -> list[frozenset[str]]:
     """The options that apply to this model, each by itself."""
     updating = any(each.optimizer is not None for each in collections_in(module).values())
     left_out = set(NOT_UPDATING) if updating else set()
     if sparse_parameters(module):
         left_out |= {"clip", "clamp", "zeros"}
-    if any(isinstance(inner, BatchStatistics) for inner in module.modules()):
-        left_out |= {"save", "reload"}  # ranks have different statistics: no common value
+    if _updates_buffers(module, batch):
+        left_out |= {"save", "reload"}  # ranks have different ones: no common value
     if not case.data_axes(mesh):
         left_out.add("no_sync")
     return [frozenset([option]) for option in DEFAULT if option not in left_out]
 
 
+def _updates_buffers(module: nn.Module, batch: Any) -> bool:
+    """Whether forward changes a buffer, as batch norm does; it runs once."""
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with torch.no_grad():
+        call(module, batch)
+    return any(not torch.equal(before[name], now) for name, now in module.named_buffers())
+
+
 def training_of(subject: Subject) -> Training:
     case, mesh, options = subject.case, subject.mesh, subject.options
-    loss: Loss = _recomputed_loss if "recompute" in options else plain_loss
     return Training(
         mesh,
         case.data_axes(mesh),
@@ -309,7 +321,7 @@ def training_of(subject: Subject) -> Training:
         subject.optimizer,
         functools.partial(_build, case, options),
         functools.partial(_shard, case),
-        loss=loss,
+        recompute="recompute" in options,
         by_parts=True,
         bound=max(subject.tolerance, AUTOCAST_BOUND if "autocast" in options else 0.0),
     )
@@ -330,7 +342,3 @@ def _doubled(value: Any) -> Any:
 
 def _shard(case: Case, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return case.shard(module, mesh).module
-
-
-def _recomputed_loss(module: nn.Module, batch: Any) -> torch.Tensor:
-    return checkpoint(lambda: loss_of(call(module, batch)), use_reentrant=False)

@@ -12,6 +12,7 @@ where the parameter is large.
 
 from __future__ import annotations
 
+import functools
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint as checkpointed
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from shardwise import checkpoint
 from shardwise.core.world import current_world
@@ -60,6 +63,9 @@ FAULTS = (RankMismatchError, CollectiveError, LaunchError, WorldError)
 BOUND = 1e-8
 AUTOCAST_BOUND = 0.05
 
+#: The start of a refusal of what one device does not do either.
+NOT_ALONE = "one device does not train like this (in double precision, but for autocast)"
+
 Steps = list[list[Any]]
 
 
@@ -78,7 +84,8 @@ class Training:
     build: Callable[[], tuple[nn.Module, Steps]]
     shard: Callable[[nn.Module, DeviceMesh], nn.Module]
     lay_out: Callable[[Any, DeviceMesh], Any] | None = None
-    loss: Loss = plain_loss
+    #: Whether backward computes all of forward again.
+    recompute: bool = False
     by_parts: bool = False
     bound: float = BOUND
 
@@ -88,6 +95,10 @@ class Training:
 
     def part_of(self, rank: int) -> int:
         return self.mesh.part_of(rank, self.data_axes)
+
+    def loss(self, loss: Loss = plain_loss) -> Loss:
+        """The loss as it is trained."""
+        return functools.partial(_recomputed, loss) if self.recompute else loss
 
     def begin(self) -> tuple[nn.Module, Steps, list[str]]:
         """The plain module, the batches, and which parameters are frozen for a time."""
@@ -108,6 +119,12 @@ class TrainingOutcome:
     left: Values = field(default_factory=dict)
     refused: str = ""
     failed: str = ""
+
+
+def _recomputed(loss: Loss, module: nn.Module, batch: Any) -> torch.Tensor:
+    # To the end, so that buffers change twice wherever forward changes them.
+    with set_checkpoint_early_stop(False):
+        return checkpointed(loss, module, batch, use_reentrant=False)
 
 
 def late_parameters(module: nn.Module) -> list[str]:
@@ -141,6 +158,8 @@ class LossOfParts:
                 path, _, key = name.rpartition(".")
                 module.get_submodule(path)._buffers[key] = buffer
             losses.append(self.loss(module, part))
+            for name in buffers:  # forward may put another tensor in its place
+                buffers[name] = module.get_buffer(name)
         return torch.stack(losses).mean()
 
 
@@ -148,9 +167,9 @@ def play_alone(training: Training) -> list[TrainingOutcome]:
     """Train on one device: what each rank should hold in the end."""
     module, steps, late = training.begin()
     first = _copies(_parameters(module))
-    loss = training.loss
-    parts = LossOfParts(loss, module, training.num_parts) if training.by_parts else None
-    run = StepRun(module, training.options, training.optimizer, late, parts or loss)
+    parts = LossOfParts(plain_loss, module, training.num_parts) if training.by_parts else None
+    loss = training.loss(parts or plain_loss)
+    run = StepRun(module, training.options, training.optimizer, late, loss)
     run.around_backward = updates_together
     for batches in steps:
         run.step(batches)
@@ -177,7 +196,7 @@ def play(training: Training, folder: Path) -> list[TrainingOutcome]:
         if training.by_parts:
             _give_each_rank_its_own(module)
         sharded = training.shard(module, mesh)
-        run = StepRun(sharded, training.options, training.optimizer, late, training.loss)
+        run = StepRun(sharded, training.options, training.optimizer, late, training.loss())
         for batches in steps:
             run.step([_laid_out(training, batch, mesh) for batch in batches])
         if "save" in training.options:
@@ -292,8 +311,7 @@ def judge(training: Training, outcomes: list[TrainingOutcome], folder: Path) -> 
     try:
         alone = play_alone(training)
     except Exception as error:
-        text = f"{type(error).__name__}: {brief(error)}"
-        return Judgement("refused", f"one device does not train like this: {text}")
+        return Judgement("refused", f"{NOT_ALONE}: {type(error).__name__}: {brief(error)}")
     if failed:
         return Judgement("wrong", _first(outcomes, "failed"))
     found = [
