@@ -36,7 +36,7 @@ import torch
 from shardwise.comm.agreement import gather
 from shardwise.comm.watch import because
 from shardwise.core.box import Box
-from shardwise.core.layout import Layout, contiguous_stride, differing_axes
+from shardwise.core.layout import Layout, contiguous_stride, dense_stride, differing_axes
 from shardwise.core.mesh import Coordinate, Grid
 from shardwise.core.placements import Partial, Shard
 from shardwise.errors import ArgumentError, RankMismatchError
@@ -489,14 +489,12 @@ def new_parts(layout: Layout, device: torch.device) -> torch.Tensor:
     """An uninitialised local tensor for a DTensor in `layout`."""
     if layout.grid.outside:
         return no_values(layout.grid, layout.dtype, device)
-    order = layout.memory_order or tuple(range(layout.ndim))
-    inverse = sorted(range(layout.ndim), key=lambda i: order[i])
+    order = layout.memory_order or range(layout.ndim)
 
     def here(coordinate: Coordinate) -> torch.Tensor:
         shape = layout.local_shape(coordinate)
-        part = torch.empty([shape[d] for d in order], dtype=layout.dtype, device=device)
-        # No needless view: inductor fails on a view whose gradient is None.
-        return part.permute(inverse) if inverse != sorted(inverse) else part
+        stride = dense_stride(shape, order)
+        return torch.empty_strided(shape, stride, dtype=layout.dtype, device=device)
 
     return localize(layout.grid, each_rank(layout.grid, here, axes=differing_axes([layout])))
 

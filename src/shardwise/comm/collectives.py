@@ -103,7 +103,7 @@ def gradient_group(grid: Grid, axis: int, *, together: bool) -> str | None:
 
 
 #: Dtypes that gloo does not reduce, and the dtype used instead; the same in both worlds.
-_REDUCED_AS: dict[torch.dtype, torch.dtype] = {
+REDUCED_AS: dict[torch.dtype, torch.dtype] = {
     torch.bool: torch.int32,  # wide enough for a sum over all ranks
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
@@ -114,20 +114,10 @@ _REDUCED_AS: dict[torch.dtype, torch.dtype] = {
     torch.float8_e5m2fnuz: torch.float32,
 }
 
-#: Dtypes that gloo or NCCL do not send: sent as bytes.
-_MOVED_AS_BYTES = frozenset(
-    {*_REDUCED_AS, torch.uint64, torch.complex64, torch.complex128} - {torch.bool}
+#: Dtypes that gloo or NCCL do not send: `start_all_gather` and `start_all_to_all` return bytes.
+MOVED_AS_BYTES = frozenset(
+    {*REDUCED_AS, torch.uint64, torch.complex64, torch.complex128} - {torch.bool}
 )
-
-
-def is_moved_as_bytes(dtype: torch.dtype) -> bool:
-    """Whether `start_all_gather` and `start_all_to_all` return bytes for this dtype."""
-    return dtype in _MOVED_AS_BYTES
-
-
-def is_widened(dtype: torch.dtype) -> bool:
-    """Whether tensors of this dtype are reduced in a wider one."""
-    return dtype in _REDUCED_AS
 
 
 def viewed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -164,8 +154,8 @@ def start_all_reduce(
     x: torch.Tensor, reduce_op: str, grid: Grid, axis: int, group: str | None = None
 ) -> torch.Tensor:
     """Start `all_reduce`, in this group along the axis if it is named."""
-    if x.dtype in _REDUCED_AS:
-        x = x.to(_REDUCED_AS[x.dtype])
+    if x.dtype in REDUCED_AS:
+        x = x.to(REDUCED_AS[x.dtype])
     if grid.shape[axis] == 1:
         return _alone(x)
     own = group_name(grid, axis)  # raises where the world has ended
@@ -188,7 +178,7 @@ def _as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def start_all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
-    if x.dtype in _MOVED_AS_BYTES:
+    if x.dtype in MOVED_AS_BYTES:
         x = as_bytes(x)
     if grid.shape[axis] == 1:
         return _alone(x)
@@ -202,7 +192,7 @@ def start_all_gather_into(out: torch.Tensor, x: torch.Tensor, grid: Grid, axis: 
         # gloo would gather to memory of its own, and copy all of it from there.
         start_uneven_all_gather(out, x, lambda _: [x.numel()] * parts, grid, axis)
         return
-    if x.dtype in _MOVED_AS_BYTES:
+    if x.dtype in MOVED_AS_BYTES:
         x, out = as_bytes(x), as_bytes(out)
     _all_gather_into_tensor_out(x, parts, group_name(grid, axis), out=out)
 
@@ -222,7 +212,7 @@ def start_uneven_all_gather(
     broadcast to the place where it belongs, which copies this rank's alone. Watchers
     see an all-gather of the longest.
     """
-    if x.dtype in _MOVED_AS_BYTES:
+    if x.dtype in MOVED_AS_BYTES:
         width = x.dtype.itemsize
         x, out, elements = as_bytes(x), as_bytes(out), lengths
         lengths = lambda place: [width * n for n in elements(place)]  # noqa: E731
@@ -240,8 +230,8 @@ def start_uneven_all_gather(
 
 
 def start_reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
-    if x.dtype in _REDUCED_AS:
-        x = x.to(_REDUCED_AS[x.dtype])
+    if x.dtype in REDUCED_AS:
+        x = x.to(REDUCED_AS[x.dtype])
     if grid.shape[axis] == 1:
         return _alone(x)
     name = group_name(grid, axis)
@@ -255,7 +245,7 @@ def sends_terms(x: torch.Tensor, dtype: torch.dtype, grid: Grid, axis: int) -> b
     chunk takes half the bytes and CPU, and adds them in the order of the simulated world. Then the
     rank's own chunk comes last in what it gives, so that the rest can be sent as it lies.
     """
-    is_term = x.is_cpu and not is_per_rank(x) and dtype not in _MOVED_AS_BYTES
+    is_term = x.is_cpu and not is_per_rank(x) and dtype not in MOVED_AS_BYTES
     return is_term and grid.shape[axis] > 1
 
 
@@ -325,7 +315,7 @@ def start_uneven_scattered_sum(
 
 
 def start_all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
-    if x.dtype in _MOVED_AS_BYTES:
+    if x.dtype in MOVED_AS_BYTES:
         x = as_bytes(x)
     if grid.shape[axis] == 1:
         return _alone(x)
@@ -377,7 +367,7 @@ def broadcast(x: torch.Tensor, source: int, grid: Grid, axis: int) -> torch.Tens
     if grid.shape[axis] == 1:
         return _alone(x)
     sent = x.contiguous()
-    if x.dtype in _MOVED_AS_BYTES:
+    if x.dtype in MOVED_AS_BYTES:
         sent = sent.unsqueeze(-1).view(torch.uint8)  # no sizes: simulated ranks may differ in them
     arrived = awaited(_broadcast(sent, source, group_name(grid, axis)))
     return arrived if sent.dtype == x.dtype else arrived.view(x.dtype).squeeze(-1)

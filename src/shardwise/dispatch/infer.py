@@ -254,7 +254,9 @@ def check_target_dtypes(
     if any(isinstance(leaf, (torch.SymInt, torch.SymFloat)) for leaf in leaves):
         return
     rest = {name: value for name, value in kwargs.items() if name not in names}
-    args, rest = tree_map_only(torch.Tensor, _small, (list(args), rest))
+    # Ones are values that most kernels take, zeros are ids.
+    small = lambda t: _filled(int(t.is_floating_point()), t)  # noqa: E731
+    args, rest = tree_map_only(torch.Tensor, small, (list(args), rest))
     given = {name: kwargs[name] for name in names}
 
     def raised(wanted: Iterator[torch.dtype] | None) -> Exception | None:
@@ -296,11 +298,6 @@ def check_whole_numbers(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
             if _raised(op, *floats) is None:
                 raise zeros
     _taken.add(key)
-
-
-def _small(tensor: torch.Tensor) -> torch.Tensor:
-    """A small tensor like it, with values that most kernels take."""
-    return _filled(int(tensor.is_floating_point()), tensor)
 
 
 def _filled(value: int, tensor: torch.Tensor) -> torch.Tensor:

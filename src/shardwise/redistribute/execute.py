@@ -241,7 +241,7 @@ def _resplit(step: Step) -> Move:
 
     def rows(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
         t = t.movedim(dim, 0).unsqueeze(-1).contiguous()  # the last dim may become bytes
-        return collectives.as_bytes(t) if collectives.is_moved_as_bytes(dtype) else t
+        return collectives.as_bytes(t) if dtype in collectives.MOVED_AS_BYTES else t
 
     def back(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
         return t.squeeze(-1).movedim(0, dim).contiguous()
@@ -287,7 +287,7 @@ def _signed_power(x: torch.Tensor, exponent: float) -> torch.Tensor:
 
 def _arrived(dtype: torch.dtype) -> Run:
     """Waits for a tensor of this dtype that was sent."""
-    if not collectives.is_moved_as_bytes(dtype):
+    if dtype not in collectives.MOVED_AS_BYTES:
         return finished
     return lambda x: collectives.viewed(finished(x), dtype)
 
@@ -307,7 +307,7 @@ def _reduced_in(dtype: torch.dtype, reduce_op: str) -> tuple[Run, Run]:
             lambda x: ordered_integers(x, nan_last=reduce_op == "max"),
             lambda x: floats_of(finished(x)).to(dtype),
         )
-    if not collectives.is_widened(dtype):
+    if dtype not in collectives.REDUCED_AS:
         return _unchanged, finished
     return _unchanged, lambda x: finished(x).to(dtype)
 

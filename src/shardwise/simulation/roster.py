@@ -225,14 +225,7 @@ class RankIntNode:
     def is_float(self) -> bool:
         return False
 
-    def is_nested_int(self) -> bool:
-        return False
-
-    def is_symbolic(self) -> bool:
-        return False
-
-    def is_constant(self) -> bool:
-        return False
+    is_nested_int = is_symbolic = is_constant = is_float
 
     def has_hint(self) -> bool:
         return True
@@ -272,8 +265,7 @@ class RankIntNode:
     def wrap_int(self, number: int) -> RankIntNode:
         return type(self)(self.world, self.ranks, (number,) * len(self.ranks))
 
-    def wrap_bool(self, value: bool) -> RankIntNode:
-        return type(self)(self.world, self.ranks, (value,) * len(self.ranks))
+    wrap_bool = wrap_int
 
     def _with(self, other: Any, fn: Callable[[Any, Any], Any]) -> RankIntNode:
         others = self._values_of(other)

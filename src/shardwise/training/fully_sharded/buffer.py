@@ -363,7 +363,7 @@ class FlatBuffer:
         In a group with frozen parameters that may be so though its chunks have one length.
         """
         sums = [self.gradient_pieces(place, numbers)[1] for place in self._places]
-        if collectives.is_widened(dtype) or all(
+        if dtype in collectives.REDUCED_AS or all(
             is_little(self.parts * max(held) - sum(held), sum(held)) for held in sums
         ):
             return None
