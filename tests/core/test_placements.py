@@ -164,3 +164,8 @@ def test_an_order_names_each_axis_once(square):
     for order in ((0, 0), (0,), (1, 2)):
         with pytest.raises(shardwise.LayoutError, match="order"):
             placed([Shard(0), Shard(0)], (4,), square, order)
+
+
+def test_sizes_are_not_one_number():
+    with pytest.raises(shardwise.ArgumentError, match="sizes are a tuple of ints, found 3"):
+        Shard(0, sizes=3)

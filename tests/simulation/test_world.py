@@ -202,3 +202,30 @@ def test_chunks_of_a_collective_are_equal():
             dist.all_to_all_single(torch.zeros(5), torch.zeros(5))
         with pytest.raises(shardwise.LayoutError, match="5 is not a multiple of 4"):
             dist.reduce_scatter_tensor(torch.zeros(1), torch.zeros(5))
+
+
+def test_lists_of_a_collective_have_a_tensor_per_rank():
+    few = [torch.zeros(2) for _ in range(3)]
+    with simulate(4):
+        with pytest.raises(shardwise.LayoutError, match="list of 4 tensors, one per rank, found 3"):
+            dist.all_gather(few, torch.zeros(2))
+        with pytest.raises(shardwise.LayoutError, match="list of 4 tensors, one per rank, found 3"):
+            dist.scatter(torch.zeros(2), few, src=0)
+        with pytest.raises(shardwise.LayoutError, match="4 ranks has no rank 7"):
+            dist.broadcast(torch.zeros(2), 7)
+
+
+def test_a_group_of_another_backend_is_simulated_too():
+    """Programs make a gloo group beside NCCL's; a real one would wait for processes."""
+    with simulate(4):
+        for options in ({"backend": "gloo"}, {"ranks": [0, 2], "backend": "gloo"}):
+            group = dist.new_group(**options)
+            assert dist.get_backend(group) == "shardwise_simulated"
+        x = LocalTensor.per_rank(lambda rank: torch.tensor([rank]))
+        dist.all_reduce(x, group=group)
+        assert [x.on_rank(rank).item() for rank in range(4)] == [2, 4, 2, 4]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.get_backend(dist.new_group(backend="gloo")) == "gloo"
+    finally:
+        dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -33,6 +34,12 @@ _world: Callable[[], Any] = _names.later(
 )
 _update_default_pg: Any = _names.find(
     "torch.distributed.distributed_c10d._update_default_pg", _NO_SIMULATION
+)
+_MAKE_GROUP = "_new_process_group_helper"
+_make_group: Any = _names.find(
+    f"torch.distributed.distributed_c10d.{_MAKE_GROUP}",
+    "groups of other backends cannot be made in a simulated world",
+    instead=None,
 )
 _unregister_group: Any = _names.find(
     "torch._C._distributed_c10d._unregister_process_group", _NO_SIMULATION
@@ -167,6 +174,25 @@ def fresh_c10d() -> Iterator[None]:
         _update_default_pg(group)
         world.group_count = count
         sys.excepthook = excepthook  # init_process_group puts "[rank0]:" before every traceback
+
+
+@contextlib.contextmanager
+def groups_of(backend: str) -> Iterator[None]:
+    """Have all groups be of this backend, whichever is asked for: gloo would wait for processes."""
+    before = getattr(distributed_c10d, _MAKE_GROUP, None)
+
+    def make(*args: Any, **options: Any) -> Any:
+        asked = inspect.signature(_make_group).bind(*args, **options)
+        asked.arguments["backend"] = dist.Backend(backend)
+        return _make_group(*asked.args, **asked.kwargs)
+
+    if before is not None:
+        setattr(distributed_c10d, _MAKE_GROUP, make)
+    try:
+        yield
+    finally:
+        if before is not None:
+            setattr(distributed_c10d, _MAKE_GROUP, before)
 
 
 def probe() -> Probe:

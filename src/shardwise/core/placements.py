@@ -5,7 +5,7 @@ Immutable values. `axis` is always of a mesh and `dim` of a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -73,6 +73,8 @@ class Shard(Placement):
             raise ArgumentError(f"Shard(dim) takes an int, found {self.dim!r}.")
         if self.sizes is None:
             return
+        if not isinstance(self.sizes, Iterable):
+            raise ArgumentError(f"Shard sizes are a tuple of ints, found {self.sizes!r}.")
         sizes = tuple(self.sizes)
         if any(not isinstance(s, int) or isinstance(s, bool) for s in sizes):
             raise ArgumentError(f"Shard sizes must be ints, found {self.sizes!r}.")

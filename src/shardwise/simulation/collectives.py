@@ -96,7 +96,12 @@ def gathered(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def copied_from(source: int) -> Exchange:
-    return lambda parts: [parts[source].clone()] * len(parts)
+    def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if not 0 <= source < len(parts):
+            raise LayoutError(f"A collective of {len(parts)} ranks has no rank {source}.")
+        return [parts[source].clone()] * len(parts)
+
+    return exchange
 
 
 def transposed(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -132,6 +137,7 @@ def run_groups(x: LocalTensor, group: str, exchange: Exchange) -> LocalTensor:
         key = tuple(map(id, parts))
         if key not in met:
             met[key] = exchange(parts)
+            check_length(met[key], len(line))
         result.update(zip(line, met[key], strict=True))
     missing = [rank for rank in x.ranks if rank not in result]
     if missing:
@@ -139,6 +145,14 @@ def run_groups(x: LocalTensor, group: str, exchange: Exchange) -> LocalTensor:
             f"The collective's group reaches no rank of {missing}; the tensor is on {x.ranks}."
         )
     return from_ranks(world, x.ranks, [result[rank] for rank in x.ranks], x._sized)
+
+
+def check_length(tensors: Sequence[Any], num_ranks: int) -> None:
+    if len(tensors) != num_ranks:
+        raise LayoutError(
+            f"A collective of {num_ranks} ranks takes a list of {num_ranks} tensors, one per rank, "
+            f"found {len(tensors)}."
+        )
 
 
 def _lines(world: World, group: str) -> list[list[int]]:

@@ -24,13 +24,14 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise._torch.c10d import FakeWork, HashStore, fresh_c10d, silent_group
+from shardwise._torch.c10d import FakeWork, HashStore, fresh_c10d, groups_of, silent_group
 from shardwise.core.world import World, current_world, enter_world, in_simulated_world, leave_world
 from shardwise.errors import ArgumentError, CollectiveError, UnsupportedError
 from shardwise.simulation.collectives import (
     Exchange,
     as_local,
     check_equal_splits,
+    check_length,
     copied_from,
     gathered,
     listeners,
@@ -201,6 +202,7 @@ def _reduce_op(opts: Any) -> str:
 
 
 def _write_rows(targets: Sequence[torch.Tensor], rows: LocalTensor) -> None:
+    check_length(targets, rows.shape[0])
     for number, target in enumerate(targets):
         row = rows.select(0, number)
         assert isinstance(row, LocalTensor), "a row of a LocalTensor is one"
@@ -283,7 +285,7 @@ def _world(
 
     if backend not in dist.Backend.backend_list:
         dist.Backend.register_backend(backend, make, extended_api=True, devices=["cpu", "cuda"])
-    with fresh_c10d():
+    with fresh_c10d(), groups_of(backend):
         dist.init_process_group(backend, store=HashStore(), rank=rank, world_size=size)
         world = enter_world(dist.GroupMember.WORLD, simulated=simulated)
         try:
