@@ -157,9 +157,9 @@ class Matching:
         if not (isinstance(node, dict) and "tensor" in node):
             self._differs(name, "a tensor")
         else:
-            self._want(node["tensor"], state, self.targets)
+            self._add_target(node["tensor"], state, self.targets)
 
-    def _want(self, saved_name: str, target: Any, targets: Targets) -> None:
+    def _add_target(self, saved_name: str, target: Any, targets: Targets) -> None:
         saved = self.index.tensor(saved_name)
         self._names.setdefault(id(target), []).append(self.index.ties.get(saved_name, saved_name))
         shape = tuple(target.shape)
@@ -212,7 +212,7 @@ class Matching:
                 continue
             if is_tensor(value) and isinstance(rows[key], dict) and "tensor" in rows[key]:
                 is_own = id(value) in own
-                self._want(
+                self._add_target(
                     rows[key]["tensor"], value, self.targets if is_own else self.object_targets
                 )
                 filled[key] = before[key]
@@ -316,7 +316,7 @@ class Matching:
             name = node["tensor"]
             usable = is_tensor(now) and not is_partial(now)
             target = now if usable else tensor_like(parameter, self.index.tensor(name))
-            self._want(name, target, targets)
+            self._add_target(name, target, targets)
             return target
         rows = children(node)
         if rows is not None:

@@ -351,11 +351,11 @@ class _Job:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._claim = Claim(self.path)
         if self.path.exists():
-            raise self._came_to_be()
+            raise self._saved_meanwhile()
         self._claim.remove_halves()
         self.half.mkdir()
 
-    def _came_to_be(self) -> CheckpointError:
+    def _saved_meanwhile(self) -> CheckpointError:
         return CheckpointError(f"{self.path} was saved by another job meanwhile.")
 
     # -- writing -----------------------------------------------------------------------------
@@ -422,11 +422,11 @@ class _Job:
         sync_folder(self.half)
         self._read_back(tensors, files)
         if self.path.exists():
-            raise self._came_to_be()
+            raise self._saved_meanwhile()
         try:
             self.half.rename(self.path)
         except OSError as error:
-            raise (self._came_to_be() if self.path.exists() else error) from error
+            raise (self._saved_meanwhile() if self.path.exists() else error) from error
         sync_folder(self.path.parent)
         if self._claim is not None:
             self._claim.release()

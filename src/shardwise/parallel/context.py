@@ -57,7 +57,7 @@ def context_parallel(
 ) -> nn.Module:
     """Split every sequence over the ranks along `axis` of the mesh, in place; returns the module.
 
-    `attention` are the paths, or patterns, of the modules that call
+    `attention` are the paths, or patterns, of all modules that call
     `F.scaled_dot_product_attention`: there queries attend to the keys of all ranks, with a causal
     mask each rank to about as many. `method` is "ring" (keys and values pass from rank to rank),
     "heads" (an all-to-all gives each rank the whole sequence for some heads), or None: what sends

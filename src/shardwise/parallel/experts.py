@@ -164,7 +164,7 @@ class _LocalExperts:
         pairs = (tokens[token], experts[token, slot], weights[token, slot])
         terms = _results(module, self.names, (first, end), *pairs, held)
         out = torch.zeros_like(tokens).index_add(0, token, terms)
-        return Reached.apply(out, tokens, weights, *held)
+        return KeptInGraph.apply(out, tokens, weights, *held)
 
 
 def check_inputs(where: str, *inputs: Any) -> None:
@@ -254,10 +254,10 @@ def _holding(
 _ABSENT = object()
 
 
-class Reached(UntracedFunction):
-    """The first tensor; the others get a gradient even where they were not used.
+class KeptInGraph(UntracedFunction):
+    """Returns the first tensor, and keeps the others in its autograd graph, used or not.
 
-    A rank whose experts no token chose still runs the collectives of backward, also of a second
+    So a rank whose experts no token chose still runs the collectives of backward, also of a second
     backward.
     """
 
@@ -318,7 +318,8 @@ def expert_parallel(
 
     Without `capacity_factor` no token is dropped. With it, each expert takes at most
     `ceil(capacity_factor * num_tokens * num_chosen / num_experts)` tokens of each rank, the first
-    ones, and the others get nothing from that expert.
+    ones, and the others get nothing from that expert. Numbers below 0 or from `num_experts` on
+    stand for no expert.
 
     >>> import shardwise, torch
     >>> from shardwise.parallel import expert_parallel
@@ -464,7 +465,7 @@ class _Exchange:
         """The experts of one rank on what arrived."""
         first, end = _bounds(module, self.boundary)[coordinate[self.boundary.axis] :][:2]
         out = _results(module, self.names, (first, end), rows, chosen, scales, held)
-        return Reached.apply(out, rows, scales, *held)
+        return KeptInGraph.apply(out, rows, scales, *held)
 
 
 def _tokens_of(_: Coordinate, tokens: Any, pair: torch.Tensor, experts: torch.Tensor) -> Any:

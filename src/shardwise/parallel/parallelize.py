@@ -35,9 +35,9 @@ from shardwise.parallel.style import ParallelStyle, tensor_axis
 from shardwise.parallel.styles import ColwiseParallel, RowwiseParallel, SharedHeads
 from shardwise.parallel.tied import Owner, counterparts, distributed_since, tie_again, tied_owners
 from shardwise.plans import read_plan_file, write_plan_file
-from shardwise.training.contract import DataAxes, MeshAxes, forbid_both
+from shardwise.training.contract import DataAxes, MeshAxes, check_axes_differ
 from shardwise.training.fully_sharded.fully_shard import opened
-from shardwise.training.reducer import declare, follow_all, modules_with
+from shardwise.training.reducer import declare, modules_with, update_declared
 
 Plan = ParallelStyle | str | Mapping[str, ParallelStyle | str]
 
@@ -113,7 +113,7 @@ def _parallelized(
         except Exception as error:
             error.add_note(f"While {type(target.style).__name__} was applied to {target.path!r}.")
             raise
-        module = _put(module, target.path, target.module, changed)
+        module = _replaced_module(module, target.path, target.module, changed)
         if isinstance(target.style, SharedHeads):
             target.style.regroup(module)
         tie_again(ties)
@@ -121,7 +121,7 @@ def _parallelized(
     _apply_automatically(late, mesh, src_data_rank, ties)
     if found.targets:
         declare(module, *_data_axes(mesh))
-        follow_all(replaced)
+        update_declared(replaced)
     return module
 
 
@@ -139,7 +139,7 @@ def _forbid_data_axes(found: Resolved, mesh: DeviceMesh) -> None:
             declared_modules = modules_with(list(target.module.parameters()))
             data = [each.axes for declared in declared_modules for each in declared.data_axes]
             reason = f"{type(target.style).__name__} is to shard module {target.path!r} along it"
-            forbid_both(data, {(grid, axis): reason}, "parallelize_module")
+            check_axes_differ(data, {(grid, axis): reason}, "parallelize_module")
 
 
 def _apply_automatically(
@@ -178,7 +178,7 @@ def _warn(message: str, strict: bool) -> None:
     warnings.warn(message, UserWarning, stacklevel=4)
 
 
-def _put(root: nn.Module, path: str, before: nn.Module, after: nn.Module) -> nn.Module:
+def _replaced_module(root: nn.Module, path: str, before: nn.Module, after: nn.Module) -> nn.Module:
     """The root, with the module that a style returned; mostly the same module."""
     if after is before:
         return root

@@ -119,7 +119,7 @@ def tensor_axes(module: nn.Module) -> dict[Axis, str]:
     return found
 
 
-def forbid_both(data: Iterable[MeshAxes], split: dict[Axis, str], caller: str) -> None:
+def check_axes_differ(data: Iterable[MeshAxes], split: dict[Axis, str], caller: str) -> None:
     """Raise where an axis would be both a data axis and a tensor axis."""
     for axes in data:
         for (grid, axis), reason in split.items():

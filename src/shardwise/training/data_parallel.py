@@ -10,7 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.agreement import agreeing
 from shardwise.dtensor.autograd import BUCKET_BYTES
 from shardwise.errors import LayoutError
-from shardwise.training.contract import DataAxes, forbid_both, mesh_axes, sync_values, tensor_axes
+from shardwise.training.contract import (
+    DataAxes,
+    check_axes_differ,
+    mesh_axes,
+    sync_values,
+    tensor_axes,
+)
 from shardwise.training.reducer import declare, declared_module
 
 
@@ -58,7 +64,7 @@ def data_parallel(
                 f"data_parallel: src_data_rank={src_data_rank} is not a coordinate on every axis "
                 f"of {axes.given!r}."
             )
-        forbid_both([axes], tensor_axes(module), "data_parallel")
+        check_axes_differ([axes], tensor_axes(module), "data_parallel")
         declared = declared_module(module)
         if declared is not None and DataAxes(axes, True) in declared.data_axes:
             raise LayoutError(

@@ -117,15 +117,15 @@ class DeclaredModule:
         finally:
             self.enabled = before
 
-    def attend(self, *_: Any) -> None:
-        """Before the module's forward: its parameters may have changed."""
+    def before_forward(self, *_: Any) -> None:
+        """A forward pre-hook: the module's parameters may have changed."""
         # Without data axes there is nothing to do after the check of plain gradients.
         unchecked = self.reducer is not None and self.reducer.unchecked
         if (self.data_axes or unchecked) and not torch.compiler.is_compiling():
-            self.follow()
+            self.update()
 
     @untraced
-    def follow(self) -> None:
+    def update(self) -> None:
         """Take over the parameters that the module has now."""
         found = list(self.module.parameters())
         known = self.parameters
@@ -174,7 +174,7 @@ def declare(
         raise
     if fresh:
         module.__dict__[_DECLARED] = declared
-        module.register_forward_pre_hook(declared.attend)
+        module.register_forward_pre_hook(declared.before_forward)
     return declared
 
 
@@ -207,10 +207,10 @@ def data_axes_along(module: nn.Module, grid: Grid) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def follow_all(parameters: list[nn.Parameter]) -> None:
+def update_declared(parameters: list[nn.Parameter]) -> None:
     """Declared modules with some of these parameters take over the parameters of now."""
     for declared in modules_with(parameters):
-        declared.follow()
+        declared.update()
 
 
 def _tables(module: nn.Module) -> list[nn.Parameter]:

@@ -399,18 +399,18 @@ class FlatBuffer:
             given = dict(zip(held, here, strict=True))
             pieces, sizes = self.gradient_pieces(place, numbers)
             device = here[0].device
-            told = torch.tensor(flags, dtype=dtype, device=device)
+            flag_row = torch.tensor(flags, dtype=dtype, device=device)
             if lengths is None:
                 row = new_row((self.parts, max(sizes) + len(flags)), dtype, device)
                 chunks = list(row.unbind())
-                row[:, max(sizes) :] = told
+                row[:, max(sizes) :] = flag_row
                 if own_last:
                     chunks.insert(place[self.axis], chunks.pop())
             else:
                 row = new_row((sum(sizes) + self.parts * len(flags),), dtype, device)
                 chunks = list(row.split([size + len(flags) for size in sizes]))
                 for chunk, size in zip(chunks, sizes, strict=True):
-                    chunk[size:] = told
+                    chunk[size:] = flag_row
             for piece in pieces:
                 target = _view(chunks[piece.chunk], piece)
                 if piece.number in given:

@@ -24,7 +24,7 @@ from shardwise.simulation.ranks import present
 from shardwise.training.contract import (
     DataAxes,
     MeshAxes,
-    forbid_both,
+    check_axes_differ,
     mesh_axes,
     note_own_gradient,
     ranks_along,
@@ -45,7 +45,7 @@ from shardwise.training.fully_sharded.members import (
     rows_per_chunk,
     split_dim,
 )
-from shardwise.training.reducer import declare, follow_all
+from shardwise.training.reducer import declare, update_declared
 
 _Modules = TypeVar("_Modules", bound="nn.Module | list[nn.Module]")
 
@@ -120,7 +120,7 @@ def fully_shard(
         ignored = _names_of(around, ignored_params)
         place = find_place(around, axes)
         _check_options(place, reshard_after_forward, mp_policy, offload_policy, prefetch)
-        forbid_both([axes], tensor_axes(around), "fully_shard")
+        check_axes_differ([axes], tensor_axes(around), "fully_shard")
         _check_free(around, modules)
         found = _members(around, place, ignored)
         for member in found:
@@ -339,7 +339,7 @@ def _close(group: ParameterGroup, found: list[Member]) -> None:
             _replace(group, member, DTensor._wrap(local, member.layout))
     group.parameters.offload_shards()
     group.parameters.hold()
-    follow_all(replaced)
+    update_declared(replaced)
 
 
 def _replace(group: ParameterGroup, member: Member, made: torch.Tensor) -> None:
@@ -385,7 +385,7 @@ def _open(group: ParameterGroup) -> None:
             owner._parameters[name] = made
     group.reshard()
     parameters.buffers = []
-    follow_all(replaced)
+    update_declared(replaced)
 
 
 # -- layouts -------------------------------------------------------------------------------------

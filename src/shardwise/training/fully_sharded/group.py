@@ -100,7 +100,7 @@ class ParameterGroup:
     def unshard(self) -> None:
         """Gather the group now, and keep it gathered until `reshard`."""
         self.parameters.check()
-        self.drop_old()
+        self.free_old()
         self.parameters.gather()
         self.pinned = True
 
@@ -124,7 +124,7 @@ class ParameterGroup:
         """Call a method of a module as its forward is: with gathered parameters."""
         declared, output = declared_module(module), None
         if declared is not None:
-            declared.attend()
+            declared.before_forward()
         args, kwargs = self.before_forward(module, args, kwargs)
         try:
             output = method(*args, **kwargs)
@@ -145,7 +145,7 @@ class ParameterGroup:
         if not self.twice:
             self.parameters.release(num_ranks)
 
-    def drop_old(self) -> None:
+    def free_old(self) -> None:
         """Free what an earlier step gathered: parameters may have changed since."""
         pinned = self.pinned
         if self.parameters.seen != self.parameters.version():
@@ -175,7 +175,7 @@ class ParameterGroup:
     def _enter(self) -> None:
         self.unended, unended = None, self.unended
         if in_backward():  # activation checkpointing computes forward again
-            self.hub.attend_end()
+            self.hub.finish_after_backward()
             self.parameters.gather()
             self.token = None
         elif unended is not None and self._goes_on(unended):
@@ -287,7 +287,7 @@ class ParameterGroup:
 
     @untraced
     def _before_backward(self, call: ModuleCall, grad: torch.Tensor) -> None:
-        self.hub.attend_end()
+        self.hub.finish_after_backward()
         if torch.is_grad_enabled():
             self.twice.add(call)
         if call in self.running:
@@ -365,7 +365,7 @@ class Unshard(UntracedFunction):
         group: ParameterGroup = ctx.group
         if torch.is_grad_enabled():
             raise without_history("a fully sharded module")
-        group.hub.attend_end()
+        group.hub.finish_after_backward()
         group.gradients.reduce(dict(zip(ctx.numbers, grads, strict=True)), group.hub.rows)
         group.done(ctx.call)
         return torch.empty(0, device=ctx.device), None, None, None, None
@@ -446,7 +446,7 @@ class Hub:
         self.last_order = [call.group for call in self.calls] or self.last_order
         self.calls = []
         for group in found:
-            group.drop_old()
+            group.free_old()
         if torch.is_grad_enabled():
             for group in found:
                 group.make_token()
@@ -466,7 +466,7 @@ class Hub:
         for group in itertools.islice(groups, most):
             group.parameters.start()
 
-    def attend_end(self) -> None:
+    def finish_after_backward(self) -> None:
         """Have `finish` run when the backward pass that runs now ends."""
         self.keeps_whole |= torch.is_grad_enabled()
         if not self.ends_backward:
