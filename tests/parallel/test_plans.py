@@ -125,7 +125,7 @@ class Two(nn.Module):
         return a, b
 
 
-@pytest.mark.parametrize("dim", [None, 0, 1])
+@pytest.mark.parametrize("dim", [None, 0, 1, -1])
 def test_saved_inputs_are_sharded_until_backward(mesh, dim):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
@@ -142,6 +142,15 @@ def test_saved_inputs_are_sharded_until_backward(mesh, dim):
     assert len(gathered) == (dim is not None)
     if gathered:  # an uneven shard of the input, padded
         assert gathered[0].num_bytes == 4 * (2 * 6 if dim == 0 else 5 * 2)
+
+
+@pytest.mark.parametrize("dim", [1, -2])
+def test_inputs_of_fewer_dims_are_kept_as_they_are(mesh, dim):
+    layer = parallelize_module(nn.Linear(6, 8), mesh, "colwise_rep")
+    y = input_reshard(layer, mesh, dim)(torch.ones(6))
+    with CommDebugMode() as comm:
+        y.sum().backward()
+    assert not comm.events
 
 
 def test_number_of_inputs(mesh):

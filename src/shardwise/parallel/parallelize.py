@@ -342,18 +342,11 @@ def _parents(
     """The parents of layers of this style with sharded columns, each with one such layer."""
     found: dict[str, str] = {}
     for target in filter(fits, targets):
-        if isinstance(target.style, style) and _shards_columns(target):
+        if not isinstance(target.style, style):
+            continue
+        colwise = isinstance(target.style, ColwiseParallel)
+        layout = target.style.output_layouts if colwise else target.style.input_layouts
+        takes_ids = isinstance(target.module, nn.Embedding) and not colwise
+        if not takes_ids and (layout is None or layout.is_shard(-1)):
             found.setdefault(target.path.rpartition(".")[0], target.path)
     return found
-
-
-def _shards_columns(target: Target) -> bool:
-    style = target.style
-    layout: Placement | None = None
-    if isinstance(style, ColwiseParallel):
-        layout = style.output_layouts
-    elif isinstance(style, RowwiseParallel):
-        if isinstance(target.module, nn.Embedding):
-            return False
-        layout = style.input_layouts
-    return layout is None or (isinstance(layout, Shard) and layout.dim == -1)

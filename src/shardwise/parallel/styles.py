@@ -557,7 +557,7 @@ class KeptInputs:
         self._running.pop()[1].__exit__(None, None, None)
 
     def _pack(self, x: torch.Tensor) -> Any:
-        if x.dim() <= self.dim or (x.is_leaf and x.requires_grad):
+        if not -x.dim() <= self.dim < x.dim() or (x.is_leaf and x.requires_grad):
             return x  # a parameter stays anyway
         if type(x) is DTensor:
             whole = x._layout.grid is self.grid and all(p.is_replicate() for p in x.placements)
