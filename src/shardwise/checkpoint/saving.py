@@ -88,7 +88,8 @@ class ChunkToWrite:
 
 def assign_chunks(held: Sequence[Mapping[str, HeldBoxes]]) -> list[list[ChunkToWrite]]:
     """The chunks that each rank writes; the same on every rank, as all have the same input."""
-    holders: dict[str, dict[Box, list[int]]] = {}
+    # The ranks that hold each box, as keys: a rank may hold a box twice.
+    holders: dict[str, dict[Box, dict[int, None]]] = {}
     wholes: dict[str, tuple[int, HeldBoxes]] = {}
     for rank, table in enumerate(held):
         for name, mine in table.items():
@@ -100,8 +101,7 @@ def assign_chunks(held: Sequence[Mapping[str, HeldBoxes]]) -> list[list[ChunkToW
                 )
             boxes = holders.setdefault(name, {})
             for box in mine.boxes:
-                if rank not in boxes.setdefault(box, []):
-                    boxes[box].append(rank)
+                boxes.setdefault(box, {})[rank] = None
     chunks = []
     for name, boxes in holders.items():
         whole = wholes[name][1]
@@ -110,7 +110,7 @@ def assign_chunks(held: Sequence[Mapping[str, HeldBoxes]]) -> list[list[ChunkToW
             raise CheckpointError(f"The ranks do not hold {name} as pieces of one tensor: {why}.")
         # A tensor without elements has one chunk too, which keeps its dtype.
         full = [box for box in boxes if box.volume] or list(boxes)[:1]
-        chunks += [(ChunkToWrite(name, whole.dtype, box), boxes[box]) for box in full]
+        chunks += [(ChunkToWrite(name, whole.dtype, box), list(boxes[box])) for box in full]
     return _balanced(chunks, len(held))
 
 
