@@ -1,1 +1,4 @@
-"""The command `shardwise`. Nothing here imports torch before a command needs it."""
+"""The command `shardwise`: its options, and what it prints. What it computes is in other folders.
+
+Nothing here imports torch before a command needs it.
+"""

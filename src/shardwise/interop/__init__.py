@@ -1,6 +1,7 @@
 """Conversion from and to torch's tensors and checkpoints, and torchrec's plans and tables.
 
-torch's DTensor and torchrec are imported when a function of this package is first called.
+torch's DTensor and torchrec are imported when a function of this package is first called; no other
+folder imports them.
 """
 
 from shardwise.interop.dtensors import (
