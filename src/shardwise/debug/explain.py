@@ -157,30 +157,17 @@ class _Listener(CommDebugMode):
             self._notes.append(event)
 
 
-class _NotingTable(dict[Any, Entry]):
-    """Stands in for the plan cache and notes hits; planning itself notes a miss."""
+class _NotingTable:
+    """Stands in for the plan cache where calls look it up; notes hits (planning notes misses)."""
 
     def __init__(self, table: dict[Any, Entry], notes: _Notes) -> None:
-        super().__init__()
         self.table, self._notes = table, notes
 
-    def get(self, key: Any, default: Any = None) -> Any:
+    def get(self, key: Any) -> Entry | None:
         entry = self.table.get(key)
         if entry is not None:
             self._notes.append(entry)
         return entry
-
-    def __setitem__(self, key: Any, entry: Entry) -> None:
-        self.table[key] = entry
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def values(self) -> Any:
-        return self.table.values()
-
-    def clear(self) -> None:
-        self.table.clear()
 
 
 _move = autograd.move
@@ -193,9 +180,10 @@ def _noting(notes: _Notes) -> Iterator[None]:
         return _move(x, target, **options)
 
     outer = watch.notes, tensor._entries, autograd.move
-    table = outer[1].table if isinstance(outer[1], _NotingTable) else outer[1]
+    looked_up: Any = tensor._entries
+    table = looked_up.table if isinstance(looked_up, _NotingTable) else looked_up
     watch.notes = notes
-    tensor._entries = _NotingTable(table, notes)
+    tensor._entries = _NotingTable(table, notes)  # type: ignore[assignment]
     autograd.move = noting_move
     watch.update()
     try:
