@@ -5,6 +5,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from programs import error_of
 from torch import nn
 
 import shardwise
@@ -66,14 +67,6 @@ def bytes_read(path):
         reader.check(requests)
         reader.fill(requests)
         return reader.num_bytes
-
-
-def error_of(fn, *args):
-    try:
-        fn(*args)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def save_what_differs(path):

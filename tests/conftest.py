@@ -6,6 +6,7 @@ import os
 import hypothesis
 import pytest
 import torch
+import torch._functorch.config as functorch
 from _pytest.doctest import DoctestModule
 from launcher import Processes
 
@@ -62,10 +63,29 @@ def _seed():
 
 
 @pytest.fixture
+def fresh_compiler():
+    """Nothing is compiled before the test, nor left after it."""
+    torch._dynamo.reset()
+    # Older compilers fail over sizes that an op with effects keeps; see docs/concepts/compile.md.
+    with functorch.patch(donated_buffer=torch.__version__ >= "2.13"):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def mesh():
     """Four simulated ranks in a row."""
     with shardwise.simulate(4):
         yield shardwise.init_device_mesh("cpu", (4,))
+
+
+@pytest.fixture(scope="module")
+def mesh_of():
+    """Meshes of one simulated world of 12 ranks, by shape."""
+    with shardwise.simulate(12):
+        yield lambda shape: shardwise.DeviceMesh(
+            "cpu", torch.arange(torch.Size(shape).numel()).view(shape)
+        )
 
 
 @pytest.fixture

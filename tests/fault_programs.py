@@ -6,6 +6,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from programs import error_of
 from torch import nn
 
 import shardwise
@@ -115,14 +116,6 @@ ERRORS = [
     RecursionError("r"),
     NotImplementedError("n"),
 ]
-
-
-def error_of(fn, *args):
-    try:
-        fn(*args)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def fail_on_one_rank(folder):

@@ -3,11 +3,11 @@
 import copy
 
 import torch
+from parity import parameters
 from torch import nn
 from torch.nn import functional as F
 
 import shardwise
-from shardwise import DTensor, LocalTensor
 from shardwise.parallel import CPUOffloadPolicy, data_parallel, fully_shard, parallelize_module
 from shardwise.simulation.ranks import on_every_rank
 from shardwise.training.fully_sharded import members
@@ -65,19 +65,14 @@ def own(ids, num_parts, each=1):
     return on_every_rank(lambda rank: ids.chunk(num_parts)[rank // each])
 
 
-def train(model, batches):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def train(model, batches, loss_of=loss_of, lr=1e-2):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     for batch in batches:
         loss_of(model, batch).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
     return model
-
-
-def whole(x):
-    full = x.full_tensor() if isinstance(x, DTensor) else x
-    return (full.agreed() if isinstance(full, LocalTensor) else full).detach()
 
 
 MESHES = {
@@ -181,7 +176,7 @@ def trained(name):
     model, num_parts, each = ALL_MESHES[name](Model())
     # 8 examples do not divide by 3: there each rank has all of them.
     train(model, IDS if num_parts == 3 else [own(ids, num_parts, each) for ids in IDS])
-    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+    return parameters(model)
 
 
 # -- chunks of lengths of their own ---------------------------------------------------------------
@@ -274,7 +269,7 @@ def _trained_odd(name):
         for buffer in module.__dict__["_shard_group"].parameters.buffers
     ]
     train_odd(model, [own(batch, num_parts, each) for batch in ODD_BATCHES])
-    found = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    found = parameters(model)
     return found, [buffer.uneven for buffer in buffers]
 
 

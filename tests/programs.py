@@ -51,6 +51,15 @@ def mine(fn):
     return LocalTensor.per_rank(fn) if current_world().simulated else fn(dist.get_rank())
 
 
+def error_of(fn, *args):
+    """What a function raises, as text."""
+    try:
+        fn(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def line():
     return shardwise.init_device_mesh("cpu", (4,), mesh_dim_names=("line",))
 

@@ -3,18 +3,16 @@
 import pytest
 import torch
 from by_hand import value
+from compiling import compiled
+from devices import needs_cuda
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 import shardwise
 from shardwise import DTensor, Replicate, Shard, distribute_tensor
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = needs_cuda
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -35,8 +33,7 @@ def outcome(fn, inputs):
 
 
 def assert_as_eager(fn, fast, inputs):
-    for found, expected in zip(outcome(fast, inputs), outcome(fn, inputs), strict=True):
-        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(outcome(fast, inputs), outcome(fn, inputs))
 
 
 def lookup(ids, table):
@@ -54,8 +51,7 @@ def moved(x, weight):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("placement", [S0, S1], ids=repr)
 def test_a_lookup_of_any_batch_size(pair, backend, placement):
-    counter = CompileCounterWithBackend(backend)
-    fast = torch.compile(lookup, backend=counter, fullgraph=True, dynamic=True)
+    fast, counter = compiled(lookup, backend, dynamic=True)
     for size in (8, 9, 23):
         table = distribute_tensor(torch.randn(11, 14, device="cuda"), pair, [placement])
         ids = distribute_tensor(torch.randint(0, 11, (size,), device="cuda"), pair, [R])

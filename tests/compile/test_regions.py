@@ -7,9 +7,10 @@ import pytest
 import torch
 from by_hand import value
 from compiled_programs import made_inside
+from compiling import compiled
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
@@ -23,11 +24,6 @@ pytestmark = pytest.mark.slow
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
-def compiled(fn, **options):
-    counter = CompileCounterWithBackend("aot_eager")
-    return torch.compile(fn, backend=counter, fullgraph=True, **options), counter
-
-
 class Layers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -39,11 +35,6 @@ class Layers(nn.Module):
 
 def gradients(module):
     return [value(p.grad) for p in module.parameters()]
-
-
-def assert_same(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 # -- doors -----------------------------------------------------------------------------------
@@ -65,7 +56,7 @@ def test_local_tensors_enter_and_leave(pair):
 
     for found, expected in zip(run(fast), run(doubled), strict=True):
         for rank in range(2):
-            torch.testing.assert_close(found.on_rank(rank), expected.on_rank(rank))
+            assert_close(found.on_rank(rank), expected.on_rank(rank))
 
 
 def test_a_plain_tensor_that_all_ranks_hold(pair):
@@ -76,7 +67,7 @@ def test_a_plain_tensor_that_all_ranks_hold(pair):
     x = torch.randn(6, 10, requires_grad=True)
     weight = distribute_tensor(torch.randn(10, 14), pair, [S1])
     fast(x, weight).sum().backward()
-    torch.testing.assert_close(x.grad, value(weight).sum(1).expand(6, 10))
+    assert_close(x.grad, value(weight).sum(1).expand(6, 10))
 
 
 def test_placements_are_read_and_compared(pair):
@@ -91,7 +82,7 @@ def test_placements_are_read_and_compared(pair):
     for placement in (S0, S1):
         laid = distribute_tensor(x, pair, [placement])
         assert fast(laid).placements == chosen(laid).placements
-        torch.testing.assert_close(value(fast(laid)), x * 2)
+        assert_close(value(fast(laid)), x * 2)
 
 
 def test_what_cannot_be_compiled_says_so(pair):
@@ -172,7 +163,7 @@ def test_functions_of_local_tensors(pair):
         out = fast(a, b)
         assert out.placements == (S0,)
         assert torch.equal(out, product(a, b).relu())
-        assert_same(*(torch.autograd.grad(x.sum(), a) for x in (out, (a @ b).relu())))
+        assert_close(*(torch.autograd.grad(x.sum(), a) for x in (out, (a @ b).relu())))
     assert counter.frame_count == 2  # the first size, and all others
 
 
@@ -192,7 +183,7 @@ def test_a_parallelized_module_of_any_batch_size(pair):
             out = run(x)
             out.square().sum().backward()
             grads.append([out.agreed().detach(), *gradients(model)])
-        assert_same(*grads)
+        assert_close(*grads)
     assert counter.frame_count == 2  # the first batch size, and all others
 
 
@@ -212,7 +203,7 @@ def test_layers_are_computed_again(pair):
             torch.manual_seed(5)
             run(x).square().sum().backward()
             found.append(gradients(model))
-        assert_same(*found)
+        assert_close(*found)
 
 
 @pytest.mark.skipif(
@@ -234,7 +225,7 @@ def test_training_on_after_a_backward(pair):
             run(x).square().mean().backward()
             step()
             optimizer.zero_grad()
-    assert_same(*([value(p.detach()) for p in model.parameters()] for model in models))
+    assert_close(*([value(p.detach()) for p in model.parameters()] for model in models))
 
 
 # torch looks at every tensor that crosses a break, also at those that have no `grad`.
@@ -258,7 +249,7 @@ def test_a_whole_step_in_one_region(pair, eager):
         x = torch.randn(rows, 10)
         for run, model, optimizer in zip((step, fast), models, optimizers, strict=True):
             run(model, optimizer, x)
-    assert_same(*([value(p.detach()) for p in model.parameters()] for model in models))
+    assert_close(*([value(p.detach()) for p in model.parameters()] for model in models))
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
@@ -278,7 +269,7 @@ def test_autocast(pair, inside):
         assert out.dtype == torch.bfloat16
         (grad,) = torch.autograd.grad(out.float().square().sum(), weight)
         found.append((value(out), value(grad)))
-    assert_same(*found)
+    assert_close(*found)
 
 
 def test_batch_statistics_of_any_batch_size(pair):
@@ -287,8 +278,8 @@ def test_batch_statistics_of_any_batch_size(pair):
     fast, counter = compiled(other)
     for rows in (5, 7, 12):
         x = distribute_tensor(torch.randn(rows, 3, 4), pair, [S0])
-        assert_same([value(fast(x).detach())], [value(model(x).detach())])
-    assert_same(map(value, other.buffers()), map(value, model.buffers()))
+        assert_close([value(fast(x).detach())], [value(model(x).detach())])
+    assert_close([*map(value, other.buffers())], [*map(value, model.buffers())])
     assert counter.frame_count == 2
 
 
@@ -309,7 +300,7 @@ def test_classes_are_sharded_in_a_compiled_loss(pair):
     assert sorted(event.kind for event in comm.events) == sorted(eager)
     for one in (found, expected):
         assert one.placements == (R,)
-    assert_same(
+    assert_close(
         [value(found.detach()), value(torch.autograd.grad(found, logits)[0])],
         [value(expected.detach()), value(torch.autograd.grad(expected, logits)[0])],
     )
@@ -343,7 +334,7 @@ def test_losses_of_sharded_batches(pair, reduction):
         for run in (loss, fast):
             out = run(logits, target)
             found.append((value(out.detach()), value(torch.autograd.grad(out, logits)[0])))
-        assert_same(*found)
+        assert_close(*found)
     assert counter.frame_count == 1
 
 
@@ -365,4 +356,4 @@ def test_small_sizes_in_any_order(pair, placement):
         for run in (layer, fast):
             out = run(x, weight)
             found.append((value(out), value(torch.autograd.grad(out.sum(), weight)[0])))
-        assert_same(*found)
+        assert_close(*found)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from by_hand import lay, value
-from torch._dynamo.testing import CompileCounterWithBackend
+from compiling import compiled
 from torch.nn import functional as F
 
 from shardwise import Replicate, Shard
@@ -52,14 +52,12 @@ def outcome(fn, inputs):
 
 
 def assert_as_eager(fn, fast, inputs):
-    for found, expected in zip(outcome(fast, inputs), outcome(fn, inputs), strict=True):
-        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(outcome(fast, inputs), outcome(fn, inputs))
 
 
 @pytest.mark.parametrize("fn", [joined, losses, picked, spread], ids=lambda fn: fn.__name__)
 def test_from_the_second_batch_size_on_a_graph_serves_all(pair, fn):
-    counter = CompileCounterWithBackend("aot_eager")
-    fast = torch.compile(fn, backend=counter, fullgraph=True)
+    fast, counter = compiled(fn)
     for rows in (8, 11, 23):
         x = lay(torch.randn(rows, 10), pair, [S0]).requires_grad_()
         w = lay(torch.randn(7, 10), pair, [R]).requires_grad_()
@@ -99,8 +97,7 @@ def test_a_view_that_merges_whole_dims_serves_all_sizes(pair):
     def fn(x):
         return x.flatten(0, 1).sin().unflatten(0, (-1, x.shape[1]))
 
-    counter = CompileCounterWithBackend("aot_eager")
-    fast = torch.compile(fn, backend=counter, fullgraph=True, dynamic=True)
+    fast, counter = compiled(fn, dynamic=True)
     for batch, length in ((3, 8), (6, 7), (2, 11)):
         x = lay(torch.randn(batch, length, 9), pair, [S2]).requires_grad_()
         assert_as_eager(fn, fast, (x,))
@@ -115,8 +112,7 @@ def test_a_place_that_changes_is_read_and_written(pair):
         cache[:, place : place + 2] = key
         return cache * 2, cache.narrow(1, place, 3)
 
-    counter = CompileCounterWithBackend("aot_eager")
-    fast = torch.compile(fn, backend=counter, fullgraph=True)
+    fast, counter = compiled(fn)
     cache = lay(torch.randn(6, 20), pair, [S0]).requires_grad_()
     key = lay(torch.randn(6, 2), pair, [S0]).requires_grad_()
     for place in (3, 2, 5, 8):
@@ -199,8 +195,7 @@ def test_backward_that_calls_such_an_op_fixes_no_size(pair):
     def fn(x):
         return F.softsign(x)
 
-    counter = CompileCounterWithBackend("aot_eager")
-    fast = torch.compile(fn, backend=counter, fullgraph=True, dynamic=True)
+    fast, counter = compiled(fn, dynamic=True)
     for rows in (5, 9, 13):
         assert_as_eager(fn, fast, (lay(torch.randn(rows, 4), pair, [S0]).requires_grad_(),))
     assert counter.frame_count == 1

@@ -4,9 +4,9 @@ import pytest
 import torch
 from by_hand import lay, value
 from compiled_programs import sparse_steps
+from compiling import compiled
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from shardwise import Replicate, Shard
@@ -16,14 +16,6 @@ from shardwise.ops.lookup.row_sparse import RowSparse
 pytestmark = pytest.mark.slow
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    """Each test starts without compiled code."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("bags", [False, True], ids=["rows", "bags"])
@@ -41,8 +33,7 @@ def lookup(ids, table):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_gradients_are_those_of_eager_code(pair, backend):
     """Class, rows, values and collectives; added up over two backwards, and used by optimizers."""
-    counter = CompileCounterWithBackend(backend)
-    fast = torch.compile(lookup, backend=counter, fullgraph=True)
+    fast, counter = compiled(lookup, backend)
     start = torch.randn(11, 6)
     for kind in (torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad):
         tables = [lay(start.clone(), pair, [S0]).requires_grad_() for _ in range(2)]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from by_hand import value
+from compiling import compiled
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from shardwise import DTensor, LocalTensor, Replicate, Shard, distribute_tensor, local_map
@@ -12,11 +12,6 @@ from shardwise.errors import RankMismatchError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 pytestmark = pytest.mark.slow
-
-
-def compiled(fn, backend="aot_eager", **options):
-    counter = CompileCounterWithBackend(backend)
-    return torch.compile(fn, backend=counter, fullgraph=True, **options), counter
 
 
 def rows(sizes, width=4):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from by_hand import value
-from torch._dynamo.testing import CompileCounterWithBackend
+from compiling import compiled
 
 from shardwise import Replicate, Shard, distribute_tensor
 
@@ -21,11 +21,6 @@ VIEWS = {
     "flat": lambda x: x.flatten(),
     "expanded": lambda x: x[:, :1].expand(-1, 5),
 }
-
-
-def compiled(fn, **options):
-    counter = CompileCounterWithBackend("aot_eager")
-    return torch.compile(fn, backend=counter, fullgraph=True, **options), counter
 
 
 # torch looks at every input, also at those that have no `grad`.

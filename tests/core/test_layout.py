@@ -20,15 +20,6 @@ def layout_of(mesh, shape, placements, order=None, dtype=torch.float32):
     return make_layout(grid_of(mesh), placements, shape, contiguous_stride(shape), dtype, order)
 
 
-@pytest.fixture(scope="module")
-def mesh_of():
-    """Meshes of one simulated world of 12 ranks, by shape."""
-    with shardwise.simulate(12):
-        yield lambda shape: shardwise.DeviceMesh(
-            "cpu", torch.arange(torch.Size(shape).numel()).view(shape)
-        )
-
-
 @given(case=cases())
 def test_boxes_are_those_of_nested_chunks(mesh_of, case):
     mesh_shape, shape, placements, order = case

@@ -13,11 +13,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def pair():
-    torch._dynamo.reset()
+def pair(fresh_compiler):
     with shardwise.simulate(2):
         yield shardwise.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    torch._dynamo.reset()
 
 
 class Layers(nn.Module):

@@ -2,16 +2,14 @@
 
 import pytest
 import torch
+from devices import needs_cuda
 from torch import nn
 
 import shardwise
 from shardwise import Replicate, Shard
 from shardwise.debug import CommDebugMode, explain
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = needs_cuda
 
 
 @pytest.fixture

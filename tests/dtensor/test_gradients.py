@@ -4,15 +4,12 @@ import copy
 
 import pytest
 import torch
+from parity import lay
 from torch.nn import functional as F
 
 import shardwise
 from shardwise import Partial, Replicate, Shard
 from shardwise.debug import CommDebugMode
-
-
-def lay(tensor, mesh, *placements):
-    return shardwise.distribute_tensor(tensor, mesh, placements)
 
 
 def value(tensor):

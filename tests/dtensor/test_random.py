@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import assert_same_history, place, shard_by, train, whole
+from parity import place, shard_by, train, whole
 from torch import distributions as D
 from torch import nn
 from torch.nn import functional as F
@@ -647,7 +647,7 @@ def test_twenty_steps_with_dropout(mesh, plan, batch):
         return train(model, loss, place(batches, mesh, batch), lr=0.1)
 
     expected = history(sharded=False)
-    assert_same_history(history(sharded=True), expected)
+    torch.testing.assert_close(history(sharded=True), expected)
 
 
 # -- fast ------------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 import copy
 import gc
-import io
 import weakref
 
 import pytest
 import torch
-from parity import whole
+from parity import lay, through_file, whole
 from view_programs import run_all
 
 import shardwise
@@ -40,10 +39,6 @@ WRITES = {
     "an op that is copied back": lambda t: t.cumsum_(0),
     "from another": lambda t: t.copy_(t.flip(0)),
 }
-
-
-def lay(tensor, mesh, *placements):
-    return shardwise.distribute_tensor(tensor, mesh, placements)
 
 
 def numbers():
@@ -185,10 +180,7 @@ def test_what_is_saved_is_what_it_holds(mesh):
     x = lay(numbers(), mesh, Shard(0))
     row = x[1]
     x.add_(1)
-    file = io.BytesIO()
-    torch.save(row, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    loaded = through_file(row)
     torch.testing.assert_close(whole(loaded), numbers()[1] + 1)
     loaded.add_(1)
 

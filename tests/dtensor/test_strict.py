@@ -2,15 +2,12 @@
 
 import pytest
 import torch
+from parity import lay
 from torch.nn import functional as F
 
 import shardwise
 from shardwise import Replicate, Shard
 from shardwise.dtensor.operands import check_plain
-
-
-def lay(tensor, mesh, *placements):
-    return shardwise.distribute_tensor(tensor, mesh, placements)
 
 
 def test_an_implicit_redistribution_raises_and_names_the_call_to_write(mesh):

@@ -2,16 +2,14 @@
 
 import pytest
 import torch
+from devices import needs_cuda
 from torch import nn
 from torch.nn import functional as F
 
 import shardwise
 from shardwise import Replicate, Shard
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = needs_cuda
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 ROWS, COLUMNS = 1003, 64

@@ -1,12 +1,12 @@
 """A DTensor as a tensor among others: parameters, copies, pickles, optimizers, errors."""
 
 import copy
-import io
 import pickle
 
 import pytest
 import torch
 from by_hand import lay, value
+from parity import through_file
 from torch import nn
 
 import shardwise
@@ -224,10 +224,7 @@ def test_a_pickle_that_contradicts_itself_is_refused(mesh, change):
 
 
 def test_torch_save_goes_round(mesh):
-    file = io.BytesIO()
-    torch.save(sharded_linear(mesh).state_dict(), file)
-    file.seek(0)
-    back = torch.load(file, weights_only=False)
+    back = through_file(sharded_linear(mesh).state_dict())
     assert back["weight"].placements == (Shard(0),)
 
 

@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-from parity import whole
+from parity import lay, whole
 
 import shardwise
 from shardwise import Partial, Replicate, Shard
 from shardwise.debug import CommDebugMode
-
-
-def lay(tensor, mesh, *placements):
-    return shardwise.distribute_tensor(tensor, mesh, placements)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """A model of tables and a dense part, compiled; for both worlds."""
 
+import copy
+
 import embedding_cases as cases
 import torch
 import torch.distributed as dist
-from torch._dynamo.testing import CompileCounterWithBackend
+from compiling import compiled
+from parity import parameters
 
 import shardwise
 from shardwise.debug import CommDebugMode
@@ -53,11 +56,6 @@ def pairs(seed, num_bags):
     return ids, torch.full((3 * num_bags,), 2)
 
 
-def compiled(fn, backend="aot_eager", **options):
-    counter = CompileCounterWithBackend(backend)
-    return torch.compile(fn, backend=counter, fullgraph=True, **options), counter
-
-
 def _tables(model):
     return [p for name, p in model.named_parameters() if "embedding" in name]
 
@@ -85,7 +83,7 @@ def trained_compiled(plan, optimizer, torch_optimizer, backend, sizes):
     rank = dist.get_rank()
     steps = [(cases.batch(10 * n + rank, num_bags),) for n, num_bags in enumerate(sizes)]
     train(model, fast, steps, torch_optimizer)
-    tables = {n: cases.whole(p.detach()).clone() for n, p in model.bags.named_parameters()}
+    tables = copy.deepcopy(parameters(model.bags))
     seen = []
     for run in (model, fast):
         with CommDebugMode() as comm:

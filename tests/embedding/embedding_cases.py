@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from parity import parameters
 
 import shardwise
 from shardwise import LocalTensor
@@ -137,12 +138,7 @@ def train_sharded(collection, per_step, torch_optimizer=None):
         if optimizer:
             optimizer.step()
             optimizer.zero_grad()
-    return {name: whole(p.detach()) for name, p in collection.named_parameters()}
-
-
-def whole(tensor):
-    value = tensor.full_tensor()
-    return value.agreed() if isinstance(value, LocalTensor) else value
+    return parameters(collection)
 
 
 def trained_in_processes(plan, optimizer, num_steps, kind=EmbeddingBagCollection):
@@ -165,7 +161,7 @@ def beside_ddp(plan):
         dense(bags(batch(10 * step + dist.get_rank()))).pow(2).sum().backward()
         optimizer.step()
     return {
-        **{name: whole(p.detach()) for name, p in bags.named_parameters()},
+        **parameters(bags),
         **{name: p.detach() for name, p in dense.module.named_parameters()},
     }
 
@@ -298,7 +294,7 @@ def prefetched_late(plan, num_steps, late_s):
         loss.backward()
         for work in others:
             work.wait()
-    return {name: whole(p.detach()) for name, p in collection.named_parameters()}, longest_s
+    return parameters(collection), longest_s
 
 
 def trained_in_small_pieces(kind, num_steps):
@@ -315,7 +311,7 @@ def trained_in_small_pieces(kind, num_steps):
         ahead = collection.prefetch(mine[number + 1])
         (loss_of(outputs[0]) + loss_of(outputs[1])).backward()
     one_step.CHUNK_NUMBERS, one_step.LARGE_BYTES = before
-    return {name: whole(p.detach()) for name, p in collection.named_parameters()}
+    return parameters(collection)
 
 
 #: Two features of one table, and one of another.
@@ -352,7 +348,7 @@ def drawn_when_sharded(plan):
     torch.manual_seed(dist.get_rank())
     collection = EmbeddingBagCollection(TABLES, device="meta", optimizer=SGD(0.1)).shard(mesh, plan)
     collection(batch(0))
-    return {name: whole(p.detach()) for name, p in collection.named_parameters()}
+    return parameters(collection)
 
 
 def trained_by_sgd(plan, num_steps):
@@ -374,7 +370,7 @@ def trained_with_prefetch(plan, num_steps):
         if number + 1 < num_steps:
             ahead = collection.prefetch(mine[number + 1])
         loss.backward()
-    return {name: whole(p.detach()) for name, p in collection.named_parameters()}
+    return parameters(collection)
 
 
 def gradients_of_weights(plan):

@@ -3,6 +3,7 @@
 import embedding_cases as cases
 import torch
 import torch.distributed as dist
+from parity import parameters
 
 import shardwise
 from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, RowWiseAdagrad, Table
@@ -52,7 +53,7 @@ def no_gradient_on_one_rank(kind, output):
     if dist.get_rank():
         rows = [_NoGradient.apply(each) for each in rows]
     sum(each.pow(2).sum() for each in rows).backward()
-    return {name: cases.whole(p.detach()) for name, p in collection.named_parameters()}
+    return parameters(collection)
 
 
 def other_settings(lr, features):

@@ -1,9 +1,11 @@
 """Programs for both worlds: tables sharded in groups of ranks, with a replica in each group."""
 
+import copy
 import functools
 
 import embedding_cases as cases
 import torch
+from parity import parameters
 
 import shardwise
 from shardwise.core.world import current_world
@@ -80,13 +82,13 @@ def broken(axes, plan, optimizer, rank):
     """What is raised when one rank has an id that is no row; the tables before, and afterwards."""
     collection = grouped(axes, plan, optimizer)
     cases.loss_of(collection(mine(batches(0)))).backward()
-    before = {name: cases.whole(p.detach()).clone() for name, p in collection.named_parameters()}
+    before = copy.deepcopy(parameters(collection))
     bad = batches(1)
     bad[rank].values[0] = 99
     told = cases.message_of(collection, mine(bad))
-    after = {name: cases.whole(p.detach()).clone() for name, p in collection.named_parameters()}
+    after = copy.deepcopy(parameters(collection))
     cases.loss_of(collection(mine(batches(2)))).backward()
-    last = {name: cases.whole(p.detach()).clone() for name, p in collection.named_parameters()}
+    last = copy.deepcopy(parameters(collection))
     return told, before, after, last
 
 

@@ -8,6 +8,7 @@ import sys
 import embedding_cases as cases
 import pytest
 import torch
+from parity import parameters, whole
 from programs import record
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,12 +40,6 @@ both_kinds = pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingC
 @functools.cache
 def steps(num, **options):
     return [[cases.batch(10 * s + r, **options) for r in range(4)] for s in range(num)]
-
-
-def close(found, expected):
-    assert found.keys() == expected.keys()
-    for name in expected:
-        assert_close(found[name], expected[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
 # -- against torch's own modules ---------------------------------------------------------------
@@ -99,7 +94,7 @@ def test_outputs_and_gradients(mesh, plan, kind, uneven):
     for name, parameter in alone.named_parameters():
         grad = sharded.get_parameter(name).grad
         assert grad.placements == sharded.get_parameter(name).placements
-        assert_close(cases.whole(grad), parameter.grad.to_dense())
+        assert_close(whole(grad), parameter.grad.to_dense())
 
 
 @every_plan
@@ -118,7 +113,7 @@ def test_weights_of_ids(mesh, plan, optimizer):
     per_step = steps(3, weighted=True)
     alone = cases.make(optimizer=optimizer)
     sharded = cases.make(optimizer=optimizer).shard(mesh, plan)
-    close(
+    assert_close(
         cases.train_sharded(sharded, per_step, torch_sgd),
         cases.train_alone(alone, per_step, torch_sgd),
     )
@@ -175,15 +170,15 @@ def test_a_feature_that_no_loss_reads(mesh):
     sharded = cases.make().shard(mesh, cases.PLANS["mixed"])
     found = sharded(cases.spread([cases.batch(rank) for rank in range(4)]))
     found["user"].sum().backward()
-    assert cases.whole(sharded.parameter("user").grad).abs().sum() > 0
-    assert cases.whole(sharded.parameter("word").grad).abs().sum() == 0
+    assert whole(sharded.parameter("user").grad).abs().sum() > 0
+    assert whole(sharded.parameter("word").grad).abs().sum() == 0
 
 
 def test_sum_of_losses(mesh):
     per_step = steps(2)
     sgd = functools.partial(torch.optim.SGD, lr=0.05)
     sharded = cases.make().shard(mesh, cases.PLANS["mixed"], grad_reduction="sum")
-    close(
+    assert_close(
         cases.train_sharded(sharded, per_step, sgd),
         cases.train_alone(cases.make(), per_step, sgd, reduction="sum"),
     )
@@ -213,7 +208,7 @@ def trained_alone(num, kind=EmbeddingBagCollection, fused=None, ordinary=None, s
 def test_twenty_fused_steps(mesh, plan, kind, optimizer):
     num = 20 if kind is EmbeddingBagCollection else 4
     sharded = cases.make(kind, optimizer=FUSED[optimizer]).shard(mesh, plan)
-    close(cases.train_sharded(sharded, steps(num)), trained_alone(num, kind, optimizer))
+    assert_close(cases.train_sharded(sharded, steps(num)), trained_alone(num, kind, optimizer))
     assert all(parameter.grad is None for parameter in sharded.parameters())
 
 
@@ -226,7 +221,7 @@ def test_twenty_fused_steps(mesh, plan, kind, optimizer):
 )
 def test_twenty_steps_of_ordinary_optimizers(mesh, plan, sparse, torch_optimizer):
     sharded = cases.make(sparse=sparse).shard(mesh, plan)
-    close(
+    assert_close(
         cases.train_sharded(sharded, steps(20), torch_optimizer),
         trained_alone(20, ordinary=torch_optimizer, sparse=sparse),
     )
@@ -237,7 +232,7 @@ SPARSE_ADAM = functools.partial(torch.optim.SparseAdam, lr=0.05)
 
 @every_plan
 def test_twenty_steps_of_sparse_adam(mesh, plan):
-    close(
+    assert_close(
         cases.train_sharded(cases.make().shard(mesh, plan), steps(20), SPARSE_ADAM),
         trained_alone(20, ordinary=SPARSE_ADAM),
     )
@@ -254,7 +249,7 @@ def test_twenty_steps_of_sparse_adam(mesh, plan):
 )
 def test_fused_updates_are_those_of_torch(fused, ordinary):
     per_step = steps(20)
-    close(
+    assert_close(
         cases.train_alone(cases.make(optimizer=fused), per_step),
         cases.train_alone(cases.make(sparse=True), per_step, ordinary),
     )
@@ -304,30 +299,30 @@ def test_two_losses_are_one_update(mesh, plan):
     with sharded.optimizer.hold():
         cases.loss_of(sharded(cases.spread(batches))).backward()
         cases.loss_of(sharded(cases.spread(batches[::-1]))).backward()
-    before = {name: cases.whole(p.detach()).clone() for name, p in sharded.named_parameters()}
+    before = copy.deepcopy(parameters(sharded))
     assert sharded.optimizer.num_held == 2
     sharded.optimizer.step()
     assert sharded.optimizer.num_held == 0
     for name, parameter in sharded.named_parameters():
-        assert not torch.equal(before[name], cases.whole(parameter.detach()))
+        assert not torch.equal(before[name], whole(parameter))
     with alone.optimizer.hold():
         for batch in [*batches, *batches]:
             (cases.loss_of(alone(batch)) / 4).backward()
     alone.optimizer.step()
-    close(
-        {name: cases.whole(p.detach()) for name, p in sharded.named_parameters()},
+    assert_close(
+        parameters(sharded),
         {name: p.detach() for name, p in alone.named_parameters()},
     )
 
 
 def test_skipped_updates_change_nothing(mesh):
     sharded = cases.make(optimizer=Adam(0.1)).shard(mesh, cases.PLANS["mixed"])
-    before = {name: cases.whole(p.detach()).clone() for name, p in sharded.named_parameters()}
+    before = copy.deepcopy(parameters(sharded))
     with sharded.optimizer.hold():
         cases.loss_of(sharded(cases.spread([cases.batch(r) for r in range(4)]))).backward()
     sharded.optimizer.skip()
     sharded.optimizer.step()
-    close({n: cases.whole(p.detach()) for n, p in sharded.named_parameters()}, before)
+    assert_close(parameters(sharded), before)
     assert sharded.optimizer.num_steps == 0
 
 
@@ -342,7 +337,7 @@ def test_a_table_that_rests(mesh, plan, optimizer):
     sgd = None if optimizer else functools.partial(torch.optim.SGD, lr=0.1)
     per_step = steps(3)
     found = cases.train_sharded(sharded, per_step, sgd)
-    close(found, cases.train_alone(alone, per_step, sgd))
+    assert_close(found, cases.train_alone(alone, per_step, sgd))
     assert_close(found["embedding_bags.item.weight"], cases.make().parameter("item").detach())
 
 
@@ -357,7 +352,7 @@ def test_state_goes_through_a_checkpoint(mesh, plan):
     second.load_state_dict(first.state_dict())
     second.optimizer.load_state_dict(first.optimizer.state_dict())
     assert second.optimizer.lr == 0.1
-    close(cases.train_sharded(second, per_step[3:]), expected)
+    assert_close(cases.train_sharded(second, per_step[3:]), expected)
 
 
 @every_plan
@@ -371,8 +366,8 @@ def test_what_was_never_sharded_is_loaded(mesh, plan):
     batch = cases.batch(1)
     cases.loss_of(alone(batch)).backward()
     cases.loss_of(sharded(batch)).backward()
-    close(
-        {name: cases.whole(p.detach()) for name, p in sharded.named_parameters()},
+    assert_close(
+        parameters(sharded),
         {name: p.detach() for name, p in alone.named_parameters()},
     )
 
@@ -385,7 +380,7 @@ def test_what_is_sharded_is_loaded_whole(mesh, plan):
     alone.load_state_dict(sharded.state_dict())
     alone.optimizer.load_state_dict(sharded.optimizer.state_dict())
     per_step = steps(2)
-    close(cases.train_alone(alone, per_step), cases.train_sharded(sharded, per_step))
+    assert_close(cases.train_alone(alone, per_step), cases.train_sharded(sharded, per_step))
 
 
 @every_plan
@@ -396,7 +391,9 @@ def test_state_moves_to_another_plan(mesh, plan):
     cases.train_sharded(first, per_step[:1])
     second.load_state_dict(first.state_dict())
     second.optimizer.load_state_dict(first.optimizer.state_dict())
-    close(cases.train_sharded(second, per_step[1:]), cases.train_sharded(first, per_step[1:]))
+    assert_close(
+        cases.train_sharded(second, per_step[1:]), cases.train_sharded(first, per_step[1:])
+    )
 
 
 def test_held_gradients_are_not_lost_in_a_checkpoint(mesh):
@@ -485,7 +482,7 @@ def test_prefetched_batches(mesh):
     expected = cases.train_sharded(
         cases.make(optimizer=SGD(0.1)).shard(mesh, cases.PLANS["mixed"]), per_step
     )
-    close({n: cases.whole(p.detach()) for n, p in sharded.named_parameters()}, expected)
+    assert_close(parameters(sharded), expected)
 
 
 # -- weights -----------------------------------------------------------------------------------
@@ -495,7 +492,7 @@ def test_prefetched_batches(mesh):
 def test_existing_weights_are_kept(mesh, plan):
     alone, sharded = cases.make(), cases.make().shard(mesh, plan)
     for name, parameter in alone.named_parameters():
-        assert torch.equal(cases.whole(sharded.get_parameter(name).detach()), parameter)
+        assert torch.equal(whole(sharded.get_parameter(name)), parameter)
 
 
 @every_plan
@@ -510,7 +507,7 @@ def test_tables_on_meta_get_the_values_of_one_device(mesh, plan, monkeypatch):
         sharded(cases.batch(0))
     sharded.shard(mesh, plan)
     for name, parameter in alone.named_parameters():
-        assert torch.equal(cases.whole(sharded.get_parameter(name).detach()), parameter)
+        assert torch.equal(whole(sharded.get_parameter(name)), parameter)
     cases.loss_of(sharded(cases.batch(0))).backward()
 
 
@@ -521,7 +518,7 @@ def test_memory_for_tables_on_meta():
     with torch.device("meta"):
         bags = EmbeddingBagCollection(cases.TABLES, optimizer=Adagrad(0.1))
     bags.to_empty(device="cpu").reset_parameters()
-    close(bags.state_dict(), expected)
+    assert_close(bags.state_dict(), expected)
     assert not bags.optimizer.state["user"]["sum"].any()
     cases.loss_of(bags(cases.batch(0))).backward()
 
@@ -559,7 +556,7 @@ def test_conversion_before_sharding(mesh):
         for mine, theirs in zip(expected.parameters(), bags.parameters(), strict=True):
             mine.copy_(theirs)
     per_step = steps(2)
-    close(cases.train_alone(bags, per_step), cases.train_alone(expected, per_step))
+    assert_close(cases.train_alone(bags, per_step), cases.train_alone(expected, per_step))
     sharded = bags.shard(mesh, "row_wise")
     with pytest.raises(shardwise.ShardwiseError, match=r"convert it before shard\(\)"):
         sharded.float()
@@ -579,7 +576,7 @@ def test_a_copy_trains_by_itself(mesh, sharded):
     for name, parameter in bags.named_parameters():
         value, other = before[name], copied.get_parameter(name)
         if sharded:
-            parameter, value, other = map(cases.whole, (parameter.detach(), value, other.detach()))
+            parameter, value, other = map(whole, (parameter.detach(), value, other.detach()))
         assert torch.equal(parameter, value)
         assert not torch.equal(other, value)
     cases.loss_of(bags(batch)).backward()
@@ -658,7 +655,7 @@ def test_rows_or_sums_of_bags(fewer, plan, weighted, output, mesh, monkeypatch):
     cases.loss_of(found).backward()
     cases.loss_of(expected).backward()
     for one, other in zip(sharded.parameters(), plain.parameters(), strict=True):
-        assert_close(cases.whole(one.detach()), other.detach())
+        assert_close(whole(one), other.detach())
 
 
 def _parts(outputs):

@@ -9,7 +9,6 @@ import compiled_cases
 import embedding_cases as cases
 import pytest
 import torch
-import torch._functorch.config as functorch
 from compiled_cases import SIZES, Reader, Recommender, compiled, pairs, train
 from found_again import assert_found_again
 from torch.testing import assert_close
@@ -21,19 +20,11 @@ from shardwise.errors import IdRangeError
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("fresh_compiler"),
     # torch's compiler reads the gradient of what enters a graph, whether it is a leaf or not.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 TORCH_SGD = functools.partial(torch.optim.SGD, lr=0.1, foreach=False)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    # Older compilers fail over sizes that an op with effects keeps; see docs/concepts/compile.md.
-    with functorch.patch(donated_buffer=torch.__version__ >= "2.13"):
-        yield
-    torch._dynamo.reset()
 
 
 def batches(rank=None, sizes=SIZES, **options):

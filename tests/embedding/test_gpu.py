@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
+from devices import needs_cuda
 from embedding_cases import (
     PLANS,
     batch,
@@ -25,10 +25,7 @@ from shardwise.embedding import (
     RowWiseAdagrad,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = needs_cuda
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "auto"])

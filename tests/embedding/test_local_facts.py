@@ -4,6 +4,7 @@ import embedding_cases as cases
 import local_cases
 import pytest
 import torch
+from parity import whole
 from torch.testing import assert_close
 
 from shardwise.embedding import (
@@ -114,7 +115,7 @@ def test_weights_of_a_batch_that_was_prefetched_without_autograd(mesh, optimizer
     weights = torch.ones(6, requires_grad=True)
     with torch.no_grad():
         ahead = collection.prefetch(Jagged(["t"], IDS, lengths=LENGTHS, weights=weights))
-    rows = cases.whole(collection.parameter("t").detach())
+    rows = whole(collection.parameter("t"))
     collection(ahead)["t"].sum().backward()
     assert_close(weights.grad.agreed(), rows[IDS].sum(1))
 
@@ -124,7 +125,7 @@ def test_weights_of_a_batch_that_was_prefetched_without_autograd(mesh, optimizer
 def test_weights_of_two_lookups_before_backward(mesh, optimizer, held):
     """The update by one must not change the rows of which the other makes its gradient."""
     collection = cases.make(tables=ONE, optimizer=optimizer).shard(mesh, "row_wise")
-    rows = cases.whole(collection.parameter("t").detach())
+    rows = whole(collection.parameter("t"))
     weights = [torch.ones(6, requires_grad=True) for _ in range(2)]
     loss = sum(
         collection(Jagged(["t"], IDS, lengths=LENGTHS, weights=each))["t"].sum() for each in weights
@@ -148,5 +149,5 @@ def test_collections_on_the_meta_device_get_values_in_turn(mesh):
     torch.manual_seed(3)
     found = [EmbeddingBagCollection(ONE, device="meta").shard(mesh, "row_wise") for _ in range(2)]
     for one, other in zip(expected, found, strict=True):
-        assert torch.equal(one.parameter("t"), cases.whole(other.parameter("t").detach()))
+        assert torch.equal(one.parameter("t"), whole(other.parameter("t")))
     assert torch.equal(after, torch.rand(1))

@@ -20,12 +20,6 @@ def steps(num):
     return [[cases.batch(10 * s + r) for r in range(4)] for s in range(num)]
 
 
-def close(found, expected):
-    assert found.keys() == expected.keys()
-    for name in expected:
-        assert_close(found[name], expected[name])
-
-
 @pytest.mark.parametrize("plan", cases.PLANS.values(), ids=cases.PLANS)
 @pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
 def test_both_worlds_train_alike(processes, plan, kind):
@@ -37,14 +31,14 @@ def test_both_worlds_train_alike(processes, plan, kind):
     with shardwise.simulate(4):
         mesh = shardwise.init_device_mesh("cpu", (4,))
         simulated = cases.make(kind, optimizer=optimizer).shard(mesh, plan)
-        close(found[0], cases.train_sharded(simulated, steps(5)))
-    close(found[0], cases.train_alone(cases.make(kind, optimizer=optimizer), steps(5)))
+        assert_close(found[0], cases.train_sharded(simulated, steps(5)))
+    assert_close(found[0], cases.train_alone(cases.make(kind, optimizer=optimizer), steps(5)))
 
 
 @pytest.mark.parametrize("optimizer", [SGD(0.1), Adam(0.05)], ids=["SGD", "Adam"])
 def test_twenty_steps(processes, optimizer):
     found = processes(cases.trained_in_processes, cases.PLANS["mixed"], optimizer, 20)
-    close(found[0], cases.train_alone(cases.make(optimizer=optimizer), steps(20)))
+    assert_close(found[0], cases.train_alone(cases.make(optimizer=optimizer), steps(20)))
 
 
 def test_tables_that_never_were_whole(processes):
@@ -58,13 +52,13 @@ def test_tables_that_never_were_whole(processes):
 def test_ordinary_optimizer(processes):
     found = processes(cases.trained_by_sgd, cases.PLANS["mixed"], 20)
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    close(found[0], cases.train_alone(cases.make(), steps(20), sgd))
+    assert_close(found[0], cases.train_alone(cases.make(), steps(20), sgd))
 
 
 @pytest.mark.parametrize("plan", ["row_wise", cases.PLANS["mixed"]], ids=["row_wise", "mixed"])
 def test_together_with_ddp(processes, plan):
     found = processes(cases.beside_ddp, plan)
-    close(found[3], cases.beside_dense())
+    assert_close(found[3], cases.beside_dense())
 
 
 @pytest.mark.parametrize("plan", ["row_wise", "table_wise", "data_parallel"])
@@ -85,7 +79,7 @@ def test_whatever_is_wrong_on_one_rank_is_said_on_all(processes, check):
     told = found[0][0]
     for other, tables in found:
         assert other == told
-        close(tables, expected)
+        assert_close(tables, expected)
     for position in range(len(good.values)):
         text = told.pop(position)
         assert re.search(rf"IdRange.*On rank {position % 4}: .*: id {-1 - position} ", text), text
@@ -116,7 +110,7 @@ def test_whatever_is_wrong_on_one_rank_is_said_on_all(processes, check):
 
 def test_prefetch_overlaps_and_computes_the_same(processes):
     found = processes(cases.trained_with_prefetch, cases.PLANS["mixed"], 4)
-    close(found[0], cases.train_alone(cases.make(optimizer=SGD(0.1)), steps(4)))
+    assert_close(found[0], cases.train_alone(cases.make(optimizer=SGD(0.1)), steps(4)))
 
 
 def test_prefetch_waits_for_nobody(processes):
@@ -124,7 +118,7 @@ def test_prefetch_waits_for_nobody(processes):
     found = processes(cases.prefetched_late, cases.PLANS["mixed"], 2, 1.5)
     expected = cases.train_alone(cases.make(optimizer=SGD(0.1)), steps(2))
     for tables, longest_s in found:
-        close(tables, expected)
+        assert_close(tables, expected)
         assert longest_s < 1
 
 
@@ -139,7 +133,7 @@ def test_memory_that_is_kept_is_not_written_over(processes, kind):
                     (cases.loss_of(alone(cases.of_equals(part, rank))) / 4).backward()
         alone.optimizer.step()
     for tables in found:
-        close(tables, {name: p.detach() for name, p in alone.named_parameters()})
+        assert_close(tables, {name: p.detach() for name, p in alone.named_parameters()})
 
 
 def test_gradients_of_weights_where_they_are_wanted(processes):

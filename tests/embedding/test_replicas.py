@@ -10,6 +10,7 @@ import replica_cases as programs
 import torch
 from both_worlds import assert_close as assert_all_close
 from both_worlds import both
+from parity import whole
 from torch.testing import assert_close
 
 import shardwise
@@ -55,8 +56,7 @@ def trained_alone(optimizer, num_steps, kind=EmbeddingBagCollection, num_ranks=4
 
 def assert_tables(found, expected):
     """`expected` on all ranks."""
-    for name, values in expected.items():
-        assert_close(cases.whole(found[name].detach()), values, msg=lambda m, n=name: f"{n}: {m}")
+    assert_close({name: whole(found[name]) for name in expected}, expected)
 
 
 @every_kind
@@ -79,7 +79,7 @@ def test_gradients_that_accumulate(hosts, sparse):
     for name, parameter in alone.named_parameters():
         grad = collection.get_parameter(name).grad
         grad = grad.to_dense() if sparse else grad
-        assert_close(cases.whole(grad), parameter.grad.to_dense())
+        assert_close(whole(grad), parameter.grad.to_dense())
 
 
 @pytest.mark.parametrize("plan", ["row_wise", "column_wise", "data_parallel"])
@@ -180,8 +180,7 @@ def test_a_checkpoint_and_a_state_dict(hosts, plan, axes, tmp_path):
         checkpoint.load({"model": other, "optimizer": other.optimizer}, tmp_path / "saved")
         train = cases.train_alone if other.plan is None else cases.train_sharded
         found = train(other, [programs.batches(1)])
-        for name, values in expected.items():
-            assert_close(found[name], values)
+        assert_close(found, expected)
     twin = programs.grouped(axes, plan, optimizer)
     twin.load_state_dict(collection.state_dict())
     twin.optimizer.load_state_dict(collection.optimizer.state_dict())
@@ -211,8 +210,7 @@ def test_a_bad_batch_changes_no_replica(hosts, plan, axes, rank):
         assert torch.equal(values, after[name])
     alone = cases.make(optimizer=RowWiseAdagrad(0.1))
     expected = cases.train_alone(alone, [programs.batches(step) for step in (0, 2)])
-    for name, values in expected.items():
-        assert_close(last[name], values)
+    assert_close(last, expected)
 
 
 def test_bad_batches_in_several_groups_are_one_error(hosts):
@@ -241,8 +239,7 @@ def test_a_step_communicates_inside_groups_and_between_replicas(hosts):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("optimizer", [RowWiseAdagrad(0.1), None], ids=["fused", "torch"])
-def test_compiled_code(hosts, optimizer):
-    torch._dynamo.reset()
+def test_compiled_code(fresh_compiler, hosts, optimizer):
     collection = programs.grouped("apart", programs.PLANS["mixed"], optimizer, output="tensor")
     by_torch = None if optimizer is not None else programs.TORCH_SGD(collection.parameters())
 
@@ -257,7 +254,6 @@ def test_compiled_code(hosts, optimizer):
             by_torch.zero_grad()
     expected = trained_alone(optimizer, 2, output="tensor")
     assert_tables(dict(collection.named_parameters()), expected)
-    torch._dynamo.reset()
 
 
 # -- in processes ----------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 import copy
 import pickle
 
-import embedding_cases as cases
 import pytest
 import torch
+from parity import parameters, whole
 from torch import nn
 
 import shardwise
@@ -149,7 +149,7 @@ def test_a_frozen_table_beside_trained_ones(mesh):
     bags = made(mesh)
     step(bags)
     bags.parameter("t1").requires_grad_(False)
-    before = {name: cases.whole(p) for name, p in bags.named_parameters()}
+    before = parameters(bags)
     step(bags)
-    changed = [not torch.equal(before[n], cases.whole(p)) for n, p in bags.named_parameters()]
+    changed = [not torch.equal(before[n], whole(p)) for n, p in bags.named_parameters()]
     assert changed == [True, False, True]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import pytest
 import torch
+from devices import DEVICE, of_kernels, skip_without_triton
 from torch.testing import assert_close
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs Triton, and a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+skip_without_triton()
 
 from shardwise.kernels import update  # noqa: E402
 from shardwise.lookup.backends.backend import Query  # noqa: E402  (after the check for Triton)
@@ -19,8 +15,7 @@ from shardwise.lookup.backends.torch_kernels import TorchBackend, products_of_ro
 from shardwise.lookup.backends.triton_kernels import TritonBackend  # noqa: E402
 from shardwise.lookup.optimizers import SGD, Adagrad, Adam, RowUpdate, RowWiseAdagrad  # noqa: E402
 
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = of_kernels
 NUM_ROWS, DIM = 23, 6
 
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from dataclasses import dataclass
 
 import pytest
 import torch
+from devices import DEVICE, INTERPRETED, of_kernels, skip_without_triton
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs Triton, and a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+skip_without_triton()
 
 from shardwise.kernels import lookup, update  # noqa: E402  (after the check for Triton)
 from shardwise.kernels.tables import IdBags, OutputRows, TableSet, one_after_another, side_by_side  # noqa: E402
 from shardwise.kernels.update import add_gradients  # noqa: E402
 
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = of_kernels
 ROWS = (11, 5, 30)
 FEATURES = (0, 1, 2, 1)
 LR, EPS, DECAY, BETAS, STEP = 0.1, 1e-3, 0.01, (0.9, 0.99), 3

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from devices import DEVICE, of_kernels, skip_without_triton
 from torch.testing import assert_close
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs Triton, and a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+skip_without_triton()
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "embedding"))
 import embedding_cases as cases  # noqa: E402
@@ -32,8 +29,7 @@ from shardwise.embedding import (  # noqa: E402
 from shardwise.kernels import lookup  # noqa: E402
 from shardwise.kernels.launch import Launches  # noqa: E402
 
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = of_kernels
 
 
 def pair(tables=cases.TABLES, **options):

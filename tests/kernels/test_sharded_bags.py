@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import pytest
 import torch
+from devices import DEVICE, INTERPRETED, of_kernels, skip_without_triton
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -15,14 +13,11 @@ import shardwise
 from shardwise import Replicate, Shard
 from shardwise.ops.lookup import bag_rules
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs Triton, and a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+skip_without_triton()
 
 from shardwise.kernels import lookup, update  # noqa: E402  (after the check for Triton)
 
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = of_kernels
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 UNEVEN = {
     2: Shard(0, sizes=(0, 11)),

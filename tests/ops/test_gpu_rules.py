@@ -2,14 +2,12 @@
 
 import pytest
 import torch
+from devices import needs_cuda
 
 from shardwise.testing import Sample, check_rule
 
 aten = torch.ops.aten
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = needs_cuda
 
 
 def t(*shape, dtype=torch.float32):

@@ -3,13 +3,13 @@
 import copy
 
 import torch
+from parity import assert_gradients
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import Shard
-from shardwise.dtensor.tensor import DTensor
 from shardwise.parallel import context_parallel, data_parallel, parallelize_module
 from shardwise.simulation.ranks import on_every_rank, on_rank
 
@@ -94,13 +94,7 @@ def train(sizes, method=None, recompute=False):
 
     logits = model(on_every_rank(batch))
     F.cross_entropy(logits.flatten(0, 1), on_every_rank(targets)).backward()
-    for (name, expected), found in zip(alone.named_parameters(), model.parameters(), strict=True):
-        grad = found.grad
-        if isinstance(grad, DTensor):
-            grad = grad.full_tensor()
-        torch.testing.assert_close(
-            on_rank(grad, 0), expected.grad, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert_gradients(model, alone)
 
 
 def dtensors(heads, key_heads):

@@ -3,7 +3,7 @@
 from copy import deepcopy
 
 import torch
-from parity import assert_same_history, train, whole
+from parity import train, whole
 from torch import nn
 from torch.nn import functional as F
 
@@ -103,7 +103,7 @@ def assert_trains_alike(model, mesh, plan, batches, loss_of=squared, enter=lambd
     expected = train(deepcopy(model), loss_of, batches)
     parallel = parallelize_module(deepcopy(model), mesh, plan)
     found = train(parallel, loss_of, [tuple(map(enter, batch)) for batch in batches])
-    assert_same_history(found, expected)
+    torch.testing.assert_close(found, expected)
     return parallel
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_models import MLP, Block, Mixture, TiedLM, sequence_plan, whole
+from parity import assert_gradients
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,19 +35,6 @@ PLAN = {
 }
 #: All parameters are DTensors, and so is what passes between the layers.
 PLAN_OF_ALL = PLAN | {"norm?": "replicate"}
-
-
-def whole_gradients(model):
-    found = {}
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        found[name] = grad.full_tensor() if isinstance(grad, shardwise.DTensor) else grad
-    return found
-
-
-def assert_gradients(model, expected):
-    for name, grad in whole_gradients(model).items():
-        torch.testing.assert_close(grad, expected.get_parameter(name).grad, msg=name)
 
 
 def block_as_on_one_device(plan=PLAN):
@@ -232,15 +220,7 @@ def hugging_face(make, num_ranks):
     assert not report.doubts
     parallelize_module(model, mesh, plan, strict=True)
     found, expected = (hugging_face_steps(each, ids) for each in (model, reference))
-    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        for name, tensor in theirs.items():
-            torch.testing.assert_close(
-                ours[name],
-                tensor,
-                rtol=1e-3,
-                atol=1e-5,
-                msg=lambda m, n=name, i=number: f"{n} in step {i}: {m}",
-            )
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
     options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     tokens = [whole(each.eval().generate(ids, **options)) for each in (model, reference)]
     assert torch.equal(*tokens)
@@ -258,8 +238,7 @@ def modules_from_files(folder):
     for each in (model, loaded, deepcopy(model)):
         each.zero_grad()
         each(x).pow(2).mean().backward()
-        for name, grad in whole_gradients(model).items():
-            torch.testing.assert_close(whole_gradients(each)[name], grad, msg=name)
+        assert_gradients(each, model)
     with pytest.raises(WorldError, match="Make it on all ranks first"):
         grid_like("cpu", (3,), (0, 1, 2), None)
 

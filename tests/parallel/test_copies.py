@@ -1,26 +1,18 @@
 """Parallel modules are copied and go through files as other modules do."""
 
 import copy
-import io
 import pickle
 
 import parallel_programs as programs
 import pytest
 import torch
 from parallel_models import Block, Mixture, sequence_plan, whole
+from parity import through_file
 from torch import nn
 
 import shardwise
 from shardwise import LocalTensor, Replicate, distribute_tensor
 from shardwise.parallel import data_parallel, fully_shard, parallelize_module
-
-
-def through_file(module):
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
 
 WAYS = {
     "deepcopy": copy.deepcopy,

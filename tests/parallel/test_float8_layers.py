@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from fully_sharded import mesh_of, own, whole
+from fully_sharded import mesh_of, own, train
+from parity import parameters, whole
 from torch import nn
 
 import shardwise
@@ -28,27 +29,24 @@ def layers(recipe):
     return converted(model, recipe) if recipe is not None else model
 
 
-def train(model, batches):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for batch in batches:
-        model(batch).pow(2).mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+def train_squares(model, batches):
+    return train(model, batches, lambda model, batch: model(batch).pow(2).mean(), lr=1e-3)
 
 
 def trained(recipe):
     """On two data ranks, fully sharded, times two tensor ranks."""
     mesh = mesh_of(dp=2, tp=2)
     model = parallelize_module(layers(recipe), mesh, PLAN)
-    train(fully_shard(model, mesh["dp"]), [own(batch, 2, 2) for batch in BATCHES])
+    train_squares(fully_shard(model, mesh["dp"]), [own(batch, 2, 2) for batch in BATCHES])
     assert {type(model[0]), type(model[2])} == {float8.float8_linear.Float8Linear}
-    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+    return parameters(model)
 
 
 def assert_as_one_device(found):
-    expected, plain = train(layers("tensorwise"), BATCHES), train(layers(None), BATCHES)
+    expected, plain = (
+        train_squares(layers("tensorwise"), BATCHES),
+        train_squares(layers(None), BATCHES),
+    )
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(found[name], parameter.detach(), rtol=0, atol=2e-5)
         assert (parameter - plain.get_parameter(name)).abs().max() > 1e-4  # it is float8 indeed

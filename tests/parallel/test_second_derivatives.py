@@ -5,6 +5,8 @@ from copy import deepcopy
 import pytest
 import torch
 from parallel_models import Block, Mixture, TiedLM, sequence_plan, whole
+from parallel_programs import PLAN
+from parity import assert_gradients
 from torch import nn
 from torch.nn import functional as F
 
@@ -38,15 +40,6 @@ def penalized(model, x, power=2):
 
 def leaf(x):
     return x.detach().clone().requires_grad_()
-
-
-def assert_gradients(model, expected):
-    for name, parameter in expected.named_parameters():
-        torch.testing.assert_close(
-            whole(model.get_parameter(name).grad),
-            parameter.grad,
-            msg=lambda m, n=name: f"{n}: {m}",
-        )
 
 
 class Tanh(nn.Module):
@@ -206,16 +199,7 @@ def test_uneven_parts(mesh):
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_transformer_block(mesh, sequence):
-    plan = (
-        sequence_plan()
-        if sequence
-        else {
-            "attention.[kqv]": "colwise",
-            "attention.o": "rowwise",
-            "mlp.up": "colwise",
-            "mlp.down": "rowwise",
-        }
-    )
+    plan = sequence_plan() if sequence else PLAN
     model, batch = Block().double(), torch.randn(2, 8, 8).double()
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         reference, (wanted,) = expected_step(model, [batch])

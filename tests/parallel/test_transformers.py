@@ -7,6 +7,7 @@ from collections import Counter
 import parallel_programs
 import pytest
 import torch
+from parity import assert_gradients
 from torch.nn import functional as F
 
 import shardwise
@@ -77,14 +78,20 @@ def test_what_a_layer_sends(name):
         assert more - found == Counter(expected)
 
 
+def on_one_device(make, *shape):
+    """A model, its plan, a copy after backward of a loss, and that loss's ids and target."""
+    torch.manual_seed(0)
+    model, plan = make()
+    alone = copy.deepcopy(model)
+    ids, target = torch.randint(1, 61, (2, *shape))
+    F.cross_entropy(alone(input_ids=ids).logits.flatten(0, 1), target.flatten()).backward()
+    return model, plan, alone, ids, target
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_long_sequences(name):
     """Positions split along one axis, heads along the other."""
-    torch.manual_seed(0)
-    model, plan = getattr(models, name)()
-    alone = copy.deepcopy(model)
-    ids, target = torch.randint(1, 61, (2, 2, 16))
-    F.cross_entropy(alone(input_ids=ids).logits.flatten(0, 1), target.flatten()).backward()
+    model, plan, alone, ids, target = on_one_device(getattr(models, name), 2, 16)
     with shardwise.simulate(4):
         mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
         parallelize_module(model, mesh, plan, strict=True)
@@ -93,10 +100,7 @@ def test_long_sequences(name):
         logits = model(input_ids=ids, use_cache=False).logits
         mine = shardwise.LocalTensor.per_rank(lambda rank: target.chunk(2, 1)[rank // 2])
         F.cross_entropy(logits.flatten(0, 1), mine.flatten()).backward()
-        for one, many in zip(alone.parameters(), model.parameters(), strict=True):
-            grad = many.grad
-            grad = grad.full_tensor().agreed() if isinstance(grad, DTensor) else grad
-            torch.testing.assert_close(grad, one.grad, rtol=1e-4, atol=2e-6)
+        assert_gradients(model, alone, rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -115,10 +119,7 @@ def test_more_ranks_than_key_heads(name, implementation):
         assert not check_plan(model, plan, 8).mistakes
         parallelize_module(model, mesh, plan, strict=True)
         model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
-        for one, many in zip(alone.parameters(), model.parameters(), strict=True):
-            grad = many.grad
-            grad = grad.full_tensor().agreed() if isinstance(grad, DTensor) else grad
-            torch.testing.assert_close(grad, one.grad, rtol=1e-4, atol=2e-6)
+        assert_gradients(model, alone, rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.processes
@@ -141,32 +142,20 @@ def test_heads_that_do_not_divide(num_ranks):
 
 def test_latent_attention():
     """The config's plan as it is; beside split layers it leaves parameters plain."""
-    torch.manual_seed(0)
-    model, plan = models.deepseek_v2()
-    alone = copy.deepcopy(model)
-    ids, target = torch.randint(1, 61, (2, 2, 10))
-    F.cross_entropy(alone(input_ids=ids).logits.flatten(0, 1), target.flatten()).backward()
+    model, plan, alone, ids, target = on_one_device(models.deepseek_v2, 2, 10)
     with shardwise.simulate(4):
         mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, mesh, plan, strict=True)
         mine = [shardwise.LocalTensor.per_rank(lambda r, x=x: x[[r // 2]]) for x in (ids, target)]
         logits = model(input_ids=mine[0]).logits
         F.cross_entropy(logits.flatten(0, 1), mine[1].flatten()).backward()
-        for (name, one), many in zip(alone.named_parameters(), model.parameters(), strict=True):
-            grad = many.grad
-            grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            grad = grad.agreed() if isinstance(grad, shardwise.LocalTensor) else grad
-            torch.testing.assert_close(grad, one.grad, msg=lambda text, name=name: name + text)
+        assert_gradients(model, alone)
 
 
 @pytest.mark.parametrize("make", MIXTURES, ids=lambda make: make.__name__)
 def test_experts_exchange_tokens(make):
     """Each rank has its own sequences and some of the experts."""
-    torch.manual_seed(0)
-    model, _ = make()
-    alone = copy.deepcopy(model)
-    ids, target = torch.randint(1, 61, (2, 4, 10))
-    F.cross_entropy(alone(input_ids=ids).logits.flatten(0, 1), target.flatten()).backward()
+    model, _, alone, ids, target = on_one_device(make, 4, 10)
     with shardwise.simulate(4):
         mesh = shardwise.init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
         paths = [p for p, m in model.named_modules() if p.endswith("mlp.experts")]
@@ -178,26 +167,14 @@ def test_experts_exchange_tokens(make):
         ]
         logits = model(input_ids=mine[0]).logits
         F.cross_entropy(logits.flatten(0, 1), mine[1].flatten()).backward()
-        for (name, one), many in zip(alone.named_parameters(), model.parameters(), strict=True):
-            grad = many.grad
-            grad = grad.full_tensor().agreed() if isinstance(grad, DTensor) else grad
-            if one.grad is None:
-                assert grad is None
-                continue
-            torch.testing.assert_close(
-                grad, one.grad, rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
-            )
+        assert_gradients(model, alone, rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("names", [("ep", "cp"), ("dp", "cp"), ("cp", "tp")])
 def test_experts_and_long_sequences(names):
     """Axes of their own; or one axis for tokens, experts and positions, and one for heads."""
-    torch.manual_seed(0)
-    model, plan = models.mixtral_packed()
+    model, plan, alone, ids, target = on_one_device(models.mixtral_packed, 2, 16)
     plan = {path: word for path, word in plan.items() if "experts" not in path}
-    alone = copy.deepcopy(model)
-    ids, target = torch.randint(1, 61, (2, 2, 16))
-    F.cross_entropy(alone(input_ids=ids).logits.flatten(0, 1), target.flatten()).backward()
     with shardwise.simulate(4):
         mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
         if "tp" in names:
@@ -220,12 +197,7 @@ def test_experts_and_long_sequences(names):
         )
         logits = model(input_ids=mine, use_cache=False).logits
         F.cross_entropy(logits.flatten(0, 1), wanted).backward()
-        for (name, one), many in zip(alone.named_parameters(), model.parameters(), strict=True):
-            grad = many.grad
-            grad = grad.full_tensor().agreed() if isinstance(grad, DTensor) else grad
-            torch.testing.assert_close(
-                grad, one.grad, rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
-            )
+        assert_gradients(model, alone, rtol=1e-4, atol=2e-6)
 
 
 def test_a_static_cache_takes_what_all_ranks_share(mesh):

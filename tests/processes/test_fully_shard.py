@@ -1,5 +1,7 @@
 """fully_shard in processes: the training of one device, and errors on all ranks."""
 
+import functools
+
 import pytest
 import torch
 from fully_sharded import (
@@ -15,9 +17,10 @@ from fully_sharded import (
     train,
     train_odd,
     trained,
-    whole,
 )
 from launcher import Failure
+from parity import parameters, whole
+from torch.testing import assert_close
 
 import shardwise
 from shardwise import DTensor
@@ -47,29 +50,17 @@ def test_trains_as_one_device(processes):
     expected = train(Model(), IDS)
     for found in processes(all_trained, timeout_s=120):
         for mesh in NAMES:
-            for name, parameter in expected.named_parameters():
-                torch.testing.assert_close(
-                    found[mesh][name],
-                    parameter.detach(),
-                    rtol=0,
-                    atol=2e-5,
-                    msg=lambda m, at=(mesh, name): f"{at}: {m}",
-                )
+            said = functools.partial("{}: {}".format, mesh)
+            assert_close(found[mesh], parameters(expected), rtol=0, atol=2e-5, msg=said)
 
 
 def test_chunks_of_lengths_of_their_own_train_alike(processes):
     expected = train_odd(Odd().double(), ODD_BATCHES)
     for found in processes(all_trained_odd, timeout_s=120):
-        for way, (parameters, uneven) in found.items():
+        for way, (held, uneven) in found.items():
             assert any(uneven), way
-            for name, parameter in expected.named_parameters():
-                torch.testing.assert_close(
-                    parameters[name],
-                    parameter.detach(),
-                    rtol=0,
-                    atol=1e-11,
-                    msg=lambda m, at=(way, name): f"{at}: {m}",
-                )
+            said = functools.partial("{}: {}".format, way)
+            assert_close(held, parameters(expected), rtol=0, atol=1e-11, msg=said)
 
 
 def overlapping():

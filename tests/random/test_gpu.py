@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from parity import assert_same_history, place, shard_by, train, whole
+from devices import needs_cuda
+from parity import place, shard_by, train, whole
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -12,10 +13,7 @@ from shardwise import Partial, Replicate, Shard
 from shardwise.debug import check_rng
 from shardwise.errors import UnsupportedError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = needs_cuda
 aten = torch.ops.aten
 
 
@@ -193,7 +191,7 @@ def test_twenty_steps_with_dropout(cuda):
         return train(model, loss, place(batches, cuda), lr=0.1)
 
     expected = history(sharded=False)
-    assert_same_history(history(sharded=True), expected)
+    torch.testing.assert_close(history(sharded=True), expected)
 
 
 def test_fast_draws_repeat(cuda):

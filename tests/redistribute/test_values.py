@@ -67,14 +67,6 @@ def test_to_and_from_partial(mesh, shape, reduce_op):
         assert opened.placements == (partial,)
 
 
-@pytest.fixture(scope="module")
-def mesh_of():
-    with shardwise.simulate(12):
-        yield lambda shape: shardwise.DeviceMesh(
-            "cpu", torch.arange(torch.Size(shape).numel()).view(shape)
-        )
-
-
 @st.composite
 def journeys(draw):
     """`(mesh shape, tensor shape, (placements, order) before, … after)` on two or three axes."""

@@ -1,12 +1,12 @@
 """Programs with sharded tensors that run alike in both worlds."""
 
-import io
 import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from parity import through_file
 from programs import mine
 from shard_cases import chunks, stretches, tiles
 from shard_models import BrokenOnRank, Collection, HalfAndHalf, Nested, Towers
@@ -238,10 +238,7 @@ def making_and_keeping():
         if out is not None:
             torch.manual_seed(3)
             assert torch.equal(out, torch.randn(11, 6).double())
-        buffer = io.BytesIO()
-        torch.save({"drawn": drawn}, buffer)
-        buffer.seek(0)
-        loaded = torch.load(buffer, weights_only=True)["drawn"]
+        loaded = through_file({"drawn": drawn}, weights_only=True)["drawn"]
         assert loaded.sharding_spec() == spec
         assert torch.equal(loaded, drawn)
     return found

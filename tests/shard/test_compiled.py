@@ -5,11 +5,11 @@ import re
 import pytest
 import torch
 import torch._functorch.config as functorch
+from compiling import compiled
 from found_again import assert_found_again
 from shard_cases import chunks, per_rank
 from shard_models import Collection, HalfAndHalf, Towers
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +20,7 @@ from shardwise.debug import CommDebugMode
 from shardwise.ops.lookup.row_sparse import RowSparse
 from shardwise.shard import ShardingPlan, shard_module, shard_tensor
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
 
 PLANS = {
     "rows": {"user.weight": chunks(0, 0, 1, 2, 3), "item.weight": chunks(0, 2, 0, 1)},
@@ -28,16 +28,6 @@ PLANS = {
     "dense": {"dense.weight": chunks(0, 0, 1, 2, 3), "dense.bias": chunks(0, 1, 0)},
     "inputs": {"dense.weight": chunks(1, 2, 0, 1)},
 }
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    """Each test starts without compiled code."""
-    torch._dynamo.reset()
-    # Older compilers fail over sizes that an op with effects keeps; see docs/concepts/compile.md.
-    with functorch.patch(donated_buffer=torch.__version__ >= "2.13"):
-        yield
-    torch._dynamo.reset()
 
 
 def whole(grad):
@@ -57,17 +47,11 @@ def outcome(run, model, *batch):
 
 def assert_as_eager(model, fast, *batch):
     expected = outcome(model, model, *batch)
-    for found, eager in zip(outcome(fast, model, *batch), expected, strict=True):
-        torch.testing.assert_close(found, eager)
+    torch.testing.assert_close(outcome(fast, model, *batch), expected)
 
 
 def ids_of(*shape, high=9):
     return per_rank(lambda r, g: torch.randint(0, high, shape, generator=g))
-
-
-def compiled(fn, backend="aot_eager", **options):
-    counter = CompileCounterWithBackend(backend)
-    return torch.compile(fn, backend=counter, fullgraph=True, **options), counter
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())

@@ -2,63 +2,42 @@
 
 import pytest
 import shard_programs as programs
-import torch
-from programs import record
+from both_worlds import assert_close, both
 
-import shardwise
 from shardwise.errors import LayoutError, PlanError
 
 pytestmark = pytest.mark.processes
 
 
-def both(processes, program, *args):
-    with shardwise.simulate(4):
-        events, held = record(program, *args)
-    answers = processes(record, program, *args)
-    for rank, (real_events, _) in enumerate(answers):
-        kinds = [(event.kind, event.axis) for event in real_events]
-        assert kinds == [(e.kind, e.axis) for e in events], f"rank {rank} communicated otherwise"
-    assert [e.num_bytes for e in answers[0][0]] == [e.num_bytes for e in events]
-    for name, parts in held.items():
-        # A value that all simulated ranks share is held once.
-        for rank in range(4):
-            expected = parts[rank] if len(parts) == 4 else parts[0]
-            torch.testing.assert_close(
-                answers[rank][1][name][0],
-                expected,
-                msg=lambda m, n=name, r=rank: f"{n} on rank {r}: {m}",
-            )
-
-
 def test_moves(processes):
-    both(processes, programs.moves)
+    assert_close(*both(processes, programs.moves))
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("number", range(4))
 def test_lookups(processes, number, mode):
-    both(processes, programs.lookups, number, mode)
+    assert_close(*both(processes, programs.lookups, number, mode))
 
 
 @pytest.mark.parametrize("number", range(4))
 def test_weighted_bags(processes, number):
-    both(processes, programs.weighted_bags, number)
+    assert_close(*both(processes, programs.weighted_bags, number))
 
 
 def test_training(processes):
-    both(processes, programs.training)
+    assert_close(*both(processes, programs.training))
 
 
 def test_sharders_and_outputs(processes):
-    both(processes, programs.sharders_and_outputs)
+    assert_close(*both(processes, programs.sharders_and_outputs))
 
 
 def test_pieces_of_ones_own(processes):
-    both(processes, programs.pieces_of_ones_own)
+    assert_close(*both(processes, programs.pieces_of_ones_own))
 
 
 def test_sparse_gradients(processes):
-    both(processes, programs.sparse_gradients)
+    assert_close(*both(processes, programs.sparse_gradients))
 
 
 def test_compiled(two_processes):
@@ -75,15 +54,15 @@ def test_compiled_outputs_that_are_laid_out(two_processes, backend, local):
 
 
 def test_making_and_keeping(processes):
-    both(processes, programs.making_and_keeping)
+    assert_close(*both(processes, programs.making_and_keeping))
 
 
 def test_state_of_another_plan(processes):
-    both(processes, programs.state_of_another_plan)
+    assert_close(*both(processes, programs.state_of_another_plan))
 
 
 def test_a_spec_of_ones_own(processes):
-    both(processes, programs.a_spec_of_ones_own)
+    assert_close(*both(processes, programs.a_spec_of_ones_own))
 
 
 def test_checkpoints_of_torch_hold_any_spec(processes, tmp_path):

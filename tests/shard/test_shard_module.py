@@ -1,11 +1,11 @@
 """A plan applied to a module: what it becomes, how it trains, and what is refused."""
 
 import copy
-import io
 import pickle
 
 import pytest
 import torch
+from parity import parameters, through_file, whole
 from shard_cases import chunks, per_rank, stretches, tiles
 from shard_models import (
     Broken,
@@ -62,16 +62,6 @@ def batch(step=0):
     users = per_rank(lambda r, g: torch.randint(0, 11, (r + 2,), generator=g) * (step + 1) % 11)
     items = per_rank(lambda r, g: torch.randint(0, 9, (r + 2, 3), generator=g) * (step + 2) % 9)
     return users, items
-
-
-def whole(x):
-    x = x.detach()
-    x = x.full_tensor() if isinstance(x, ShardedTensor) else x
-    return x.agreed() if isinstance(x, LocalTensor) else x
-
-
-def parameters_of(model):
-    return {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
 # -- what a module becomes -------------------------------------------------------------------------
@@ -144,8 +134,7 @@ def test_training(world, plan, make):
     batches = [batch(step) for step in range(5)]
     train_alone(alone, make, batches)
     train_sharded(model, make(model.parameters()), batches)
-    for name, expected in parameters_of(alone).items():
-        torch.testing.assert_close(whole(model.get_parameter(name)), expected)
+    torch.testing.assert_close(parameters(model), parameters(alone))
 
 
 @pytest.mark.parametrize("door", [data_parallel, fully_shard], ids=lambda door: door.__name__)
@@ -162,10 +151,7 @@ def test_the_rest_of_the_module_is_data_parallel(world, plan, door):
         optimizer.zero_grad()
         model(users, items).square().mean().backward()
         optimizer.step()
-    for name, expected in parameters_of(alone).items():
-        found = model.get_parameter(name).detach()
-        found = found.full_tensor().agreed() if isinstance(found, shardwise.DTensor) else found
-        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(parameters(model), parameters(alone))
 
 
 def test_the_wrapper_trains_alike_and_its_state_moves_to_another_plan(world):
@@ -187,8 +173,7 @@ def test_the_wrapper_trains_alike_and_its_state_moves_to_another_plan(world):
     exp_avg = made[1].state_dict()["state"]["dense.weight"]["exp_avg"]
     assert exp_avg.sharding_spec() == PLANS["with the dense part"]["dense.weight"]
     train_sharded(second, made[1], batches[2:])
-    for name, expected in parameters_of(alone).items():
-        torch.testing.assert_close(whole(second.get_parameter(name)), expected)
+    torch.testing.assert_close(parameters(second), parameters(alone))
     with pytest.raises(PathError, match="other parameters"):
         made[1].load_state_dict({"state": {"nobody": {}}, "param_groups": []})
 
@@ -228,7 +213,7 @@ def test_a_meta_module(world):
 
 def test_module_to_another_dtype(world, plan):
     model = Towers()
-    before = parameters_of(model)
+    before = parameters(model)
     shard_module(model, plan)
     model.double()
     for name, parameter in model.named_parameters():
@@ -243,7 +228,7 @@ def test_module_to_another_dtype(world, plan):
 
 def test_state_dicts_go_to_any_other_plan(world, plan):
     model = Towers()
-    expected = parameters_of(model)
+    expected = parameters(model)
     shard_module(model, plan)
     state = model.state_dict()
     for other in PLANS.values():
@@ -258,16 +243,13 @@ def test_state_dicts_go_to_any_other_plan(world, plan):
 
 def test_state_dicts_in_files(world, plan):
     model = shard_module(Towers(), plan)
-    buffer = io.BytesIO()
-    torch.save(model.state_dict(), buffer)
-    buffer.seek(0)
     fresh = shard_module(Towers(), plan)
-    fresh.load_state_dict(torch.load(buffer, weights_only=True))
+    fresh.load_state_dict(through_file(model.state_dict(), weights_only=True))
     assert all(torch.equal(a, b) for a, b in zip(_wholes(model), _wholes(fresh), strict=True))
 
 
 def _wholes(model):
-    return parameters_of(model).values()
+    return parameters(model).values()
 
 
 class Holder(nn.Module):
@@ -502,10 +484,7 @@ def test_worlds_leave_nothing_behind():
 
 
 def copies(module):
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return [copy.deepcopy(module), torch.load(file, weights_only=False)]
+    return [copy.deepcopy(module), through_file(module)]
 
 
 def test_copies_keep_what_the_plan_did(world):

@@ -2,12 +2,12 @@
 
 import copy
 import dataclasses
-import io
 import pickle
 
 import numpy as np
 import pytest
 import torch
+from parity import through_file
 from shard_cases import TABLE_SPECS, chunks, tiles
 from torch import nn
 from torch.nn import functional as F
@@ -496,13 +496,10 @@ def test_bad_arguments(world):
 def test_copies(world, spec):
     st = nn.Parameter(shard_tensor(values().requires_grad_(), spec, grad_reduction="sum"))
     st.grad = st.detach() * 2
-    buffer = io.BytesIO()
-    torch.save(st, buffer)
-    buffer.seek(0)
     for copied in (
         copy.deepcopy(st),
         pickle.loads(pickle.dumps(st)),
-        torch.load(buffer, weights_only=True),
+        through_file(st, weights_only=True),
     ):
         assert isinstance(copied, ShardedTensor)
         assert isinstance(copied, nn.Parameter)

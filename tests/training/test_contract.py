@@ -2,8 +2,10 @@
 
 from copy import deepcopy
 
+import parity
 import pytest
 import torch
+from fully_sharded import mesh_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,20 +17,11 @@ from shardwise.errors import BatchError, UnsupportedError
 from shardwise.parallel import data_parallel, fully_shard, parallelize_module
 
 
-def mesh_of(**axes):
-    return shardwise.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
 def per_rank(x, place):
     """Each rank's part of a batch: `place(rank)` of as many parts as there are places."""
     world = torch.distributed.get_world_size()
     num = 1 + max(place(rank) for rank in range(world))
     return LocalTensor.per_rank(lambda rank: x.chunk(num)[place(rank)])
-
-
-def whole(x):
-    full = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return full.agreed() if isinstance(full, LocalTensor) else full
 
 
 class Net(nn.Module):
@@ -50,17 +43,15 @@ PLAN = {"up": "colwise", "down": "rowwise"}
 def gradients(model, x):
     model.zero_grad()
     model(x).pow(2).mean().backward()
-    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return parity.gradients(model)
 
 
 def assert_alike(model, x, place):
     """Gradients of the model, each rank with its part of `x`, are those of one device."""
     expected = gradients(Net(), x)
     found = gradients(model, per_rank(x, place))
-    assert found.keys() == expected.keys()
-    for name, wanted in expected.items():
-        assert type(model.get_parameter(name).grad) is not LocalTensor, name
-        torch.testing.assert_close(found[name], wanted, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(found, expected)
+    assert not any(type(p.grad) is LocalTensor for p in model.parameters())
 
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
@@ -349,14 +340,13 @@ def test_a_penalty_on_parameters_beside_a_rank_own_loss(door):
     def penalized(model, x):
         penalty = sum(p.pow(2).sum() for p in model.parameters())
         (model(x).pow(2).mean() + 0.1 * penalty).backward()
-        return {name: whole(p.grad) for name, p in model.named_parameters()}
+        return parity.gradients(model)
 
     x = torch.randn(4, 4)
     expected = penalized(Net(), x)
     with shardwise.simulate(2):
         found = penalized(door(Net(), mesh_of(dp=2)), per_rank(x, lambda rank: rank))
-    for name, grad in expected.items():
-        torch.testing.assert_close(found[name], grad)
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_parameter_that_its_module_computes_is_named():

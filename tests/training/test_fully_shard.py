@@ -1,7 +1,6 @@
 """fully_shard: one device's training, in shards; what is sent, kept and refused."""
 
 import copy
-import io
 import itertools
 import math
 import random
@@ -26,10 +25,11 @@ from fully_sharded import (
     train_odd,
     trained,
     trained_odd,
-    whole,
 )
+from parity import assert_gradients, gradients, parameters, through_file, whole
 from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
@@ -50,13 +50,9 @@ GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 
 
 def assert_alike(model, expected, **tolerance):
-    names = [name for name, _ in expected.named_parameters()]
-    assert [name for name, _ in model.named_parameters()] == names
-    for name, parameter in expected.named_parameters():
-        found = whole(model.get_parameter(name))
-        torch.testing.assert_close(
-            found, parameter.detach(), msg=lambda m, n=name: f"{n}: {m}", **tolerance
-        )
+    found, wanted = parameters(model), parameters(expected)
+    assert list(found) == list(wanted)
+    assert_close(found, wanted, **tolerance)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +69,7 @@ def test_trains_as_one_device(name, expected):
         found = trained(name)
     assert found.keys() == dict(expected.named_parameters()).keys()
     for name, parameter in expected.named_parameters():
-        torch.testing.assert_close(found[name], parameter.detach(), rtol=0, atol=2e-5)
+        assert_close(found[name], parameter.detach(), rtol=0, atol=2e-5)
 
 
 # -- what is sent ----------------------------------------------------------------------------------
@@ -180,7 +176,7 @@ def test_only_some_of_several_modules_are_called():
             for each, batch in ((alone, x), (model, own(x, 2))):
                 each.zero_grad()
                 each(batch, which).pow(2).mean().backward()
-            assert_same(gradients(model), gradients(alone))
+            assert_gradients(model, alone)
 
 
 def test_frozen_parameters_are_gathered_and_not_reduced():
@@ -201,9 +197,7 @@ def test_frozen_parameters_are_gathered_and_not_reduced():
         alone = Model().requires_grad_(False)
         alone.layers[1].up.bias.requires_grad_(True)
         loss_of(alone, IDS[0]).backward()
-        torch.testing.assert_close(
-            whole(model.layers[1].up.bias.grad), alone.layers[1].up.bias.grad
-        )
+        assert_close(whole(model.layers[1].up.bias.grad), alone.layers[1].up.bias.grad)
 
 
 def test_gathered_parameters_are_views_of_one_buffer_that_is_freed():
@@ -396,7 +390,7 @@ def test_chunks_of_lengths_of_their_own_train_alike(name):
         found, uneven = trained_odd(name)
     assert any(uneven)
     for name, parameter in expected.named_parameters():
-        torch.testing.assert_close(found[name], parameter.detach(), rtol=0, atol=1e-11)
+        assert_close(found[name], parameter.detach(), rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize(("num_ranks", "shape"), [(16, (101, 103)), (64, (150, 170))])
@@ -411,7 +405,7 @@ def test_one_weight_on_many_ranks_is_sent_without_padding(num_ranks, shape, monk
             model(own(batch, num_ranks)).pow(2).mean().backward()
         assert kinds(comm) == [GATHER, GATHER, SCATTER]
         alone(batch).pow(2).mean().backward()
-        torch.testing.assert_close(whole(model.weight.grad), alone.weight.grad)
+        assert_close(whole(model.weight.grad), alone.weight.grad)
         held = [part.numel() for part in model.weight._local._parts]
         assert sum(held) == alone.weight.numel()
         assert buffer.whole.on_rank(0).numel() < alone.weight.numel() + num_ranks
@@ -427,22 +421,12 @@ def test_a_few_trained_parameters_of_a_group_are_reduced_without_padding(monkeyp
         fully_shard(model, mesh_of(dp=8))
         with CommDebugMode() as comm:
             model(own(batch, 8)).pow(2).mean().backward()
-        torch.testing.assert_close(whole(model[1].weight.grad), expected)
+        assert_close(whole(model[1].weight.grad), expected)
     (sent,) = [event for event in comm.events if event.kind == SCATTER]
     assert sent.num_bytes <= 4 * (16 * 64 + 8)
 
 
 # -- gradients -------------------------------------------------------------------------------------
-
-
-def gradients(model):
-    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, grad in expected.items():
-        torch.testing.assert_close(found[name], grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_gradients_are_accumulated_in_shards_or_unreduced():
@@ -460,7 +444,7 @@ def test_gradients_are_accumulated_in_shards_or_unreduced():
             assert (model.layers[0].up.weight.grad is None) != sync
             model.set_requires_gradient_sync(True)
             loss_of(model, own(IDS[1], 4)).backward()
-            assert_same(gradients(model), expected)
+            assert_close(gradients(model), expected)
 
 
 class Twice(nn.Module):
@@ -486,7 +470,7 @@ def test_modules_called_twice_or_not_at_all():
             alone.zero_grad()
             model(LocalTensor.per_rank(lambda r: x.chunk(2)[r]), spare).pow(2).mean().backward()
             alone(x, spare).pow(2).mean().backward()
-            assert_same(gradients(model), gradients(alone))
+            assert_gradients(model, alone)
 
 
 def test_what_an_unsynced_pass_found_is_reduced_by_the_next_even_if_that_finds_none():
@@ -498,7 +482,7 @@ def test_what_an_unsynced_pass_found_is_reduced_by_the_next_even_if_that_finds_n
             model.set_requires_gradient_sync(not spare)
             model(mine, spare).pow(2).mean().backward()
             alone(x, spare).pow(2).mean().backward()
-        assert_same(gradients(model), gradients(alone))
+        assert_gradients(model, alone)
 
 
 class Branches(nn.Module):
@@ -529,7 +513,7 @@ def test_unfrozen_later():
         model(own(IDS[0], 2))
         model.requires_grad_(True)
         loss_of(model, own(IDS[0], 2)).backward()
-        assert_same(gradients(model), gradients(alone))
+        assert_gradients(model, alone)
 
 
 @pytest.mark.parametrize("way", ["around", "around, reentrant", "inside"])
@@ -546,7 +530,7 @@ def test_activation_checkpointing(way):
             model.layers = nn.ModuleList(Around(layer, reentrant) for layer in model.layers)
         loss_of(model, own(IDS[0], 2)).backward()
         found = {n.replace(".inner.", "."): g for n, g in gradients(model).items()}
-        assert_same(found, gradients(alone))
+        assert_close(found, gradients(alone))
 
 
 class Around(nn.Module):
@@ -571,7 +555,7 @@ def test_a_penalty_on_gradients_of_inputs():
         model = fully_shard(copy.deepcopy(alone), mesh_of(dp=2), reshard_after_forward=True)
         penalized(model, x)
         penalized(alone, x)
-        assert_same(gradients(model), gradients(alone))
+        assert_gradients(model, alone)
         with pytest.raises(UnsupportedError, match="create_graph=True"):
             model(x).sum().backward(create_graph=True)
 
@@ -605,7 +589,7 @@ def test_offloaded_shards_train_alike():
         model = sharded(Model(), mesh_of(dp=2), offload_policy=CPUOffloadPolicy())
         loss_of(model, own(IDS[0], 2)).backward()
         assert model.embed.weight.grad.device.type == "cpu"
-        assert_same(gradients(model), gradients(alone))
+        assert_gradients(model, alone)
 
 
 def test_torchs_policy_that_offloads_nothing():
@@ -629,7 +613,7 @@ def test_parameters_of_two_dtypes():
     with shardwise.simulate(2):
         model = fully_shard(Both(), mesh_of(dp=2))
         model(x).sum().backward()
-        assert_same(gradients(model), gradients(alone))
+        assert_gradients(model, alone)
 
 
 def test_values_are_made_after_the_module_was_sharded():
@@ -652,20 +636,13 @@ def test_values_are_made_after_the_module_was_sharded():
                     value = values[name]
                 parameter.copy_(value)
         loss_of(model, own(IDS[0], 2)).backward()
-        assert_same(gradients(model), gradients(alone))
+        assert_gradients(model, alone)
 
 
 # -- copies, files, other uses ---------------------------------------------------------------------
 
 
-def through_a_file(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, through_a_file], ids=["deepcopy", "file"])
+@pytest.mark.parametrize("way", [copy.deepcopy, through_file], ids=["deepcopy", "file"])
 def test_a_copy_trains_alike_and_apart(way, expected):
     with shardwise.simulate(2):
         model = sharded(Model(), mesh_of(dp=2))
@@ -719,7 +696,7 @@ def test_converted_after_it_was_sharded():
         alone = Model().double()
         loss_of(model, own(IDS[0], 2)).backward()
         loss_of(alone, IDS[0]).backward()
-        assert_same(gradients(model), gradients(alone))
+        assert_gradients(model, alone)
 
 
 def test_gathered_by_hand():
@@ -753,7 +730,7 @@ def test_recurrent_layers():
         layer = fully_shard(copy.deepcopy(alone), mesh_of(dp=2))
         layer(x)[0].pow(2).mean().backward()
         alone(x)[0].pow(2).mean().backward()
-        assert_same(gradients(layer), gradients(alone))
+        assert_gradients(layer, alone)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -782,7 +759,7 @@ def test_layers_that_are_compiled_one_by_one(expected):
         train(fully_shard(model, mesh["dp"]), [own(ids, 2, 2) for ids in IDS])
         found = [whole(parameter) for parameter in model.parameters()]
     for tensor, parameter in zip(found, expected.parameters(), strict=True):
-        torch.testing.assert_close(tensor, parameter.detach(), rtol=0, atol=2e-5)
+        assert_close(tensor, parameter.detach(), rtol=0, atol=2e-5)
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -878,7 +855,7 @@ def test_a_parameter_cannot_be_replaced(name, way):
         assert layer.up.weight is held
         layer(torch.ones(2, 8)).sum().backward()
         alone(torch.ones(2, 8)).sum().backward()
-        torch.testing.assert_close(whole(held.grad), alone.up.weight.grad)
+        assert_close(whole(held.grad), alone.up.weight.grad)
 
 
 def test_a_parameter_that_was_replaced_behind_its_module():

@@ -2,13 +2,14 @@
 
 import copy
 import functools
-import io
 
 import pytest
 import torch
-from fully_sharded import IDS, Layer, Model, loss_of, mesh_of, own, sharded, whole
+from fully_sharded import IDS, Layer, Model, loss_of, mesh_of, own, sharded
+from parity import assert_gradients, gradients, through_file
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -18,15 +19,6 @@ from torch.utils.checkpoint import (
 import shardwise
 from shardwise.errors import ArgumentError, MixedTensorsError
 from shardwise.parallel import fully_shard, register_fsdp_forward_method
-
-
-def gradients(model):
-    return {name: whole(p.grad) for name, p in model.named_parameters()}
-
-
-def assert_same(found, expected):
-    torch.testing.assert_close(found, expected)
-
 
 # -- activation checkpoints that choose what they keep ---------------------------------------------
 
@@ -67,17 +59,10 @@ def test_selective_activation_checkpointing(place, reshards):
         model = Chosen(model) if place == "around all" else model
         loss_of(model, own(IDS[0], 4)).backward()
         found = {n.replace("inner.", ""): g for n, g in gradients(model).items()}
-        assert_same(found, gradients(alone))
+        assert_close(found, gradients(alone))
 
 
 # -- methods, and gradients that are dropped -------------------------------------------------------
-
-
-def through_a_file(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 class Decoder(Model):
@@ -92,7 +77,7 @@ class Decoder(Model):
         return F.cross_entropy(self.forward(ids).flatten(0, 1), ids.flatten())
 
 
-@pytest.mark.parametrize("way", [lambda x: x, copy.deepcopy, through_a_file])
+@pytest.mark.parametrize("way", [lambda x: x, copy.deepcopy, through_file])
 def test_methods_that_gather_as_forward_does(way):
     alone = Decoder()
     alone.loss(IDS[0]).backward()
@@ -107,7 +92,7 @@ def test_methods_that_gather_as_forward_does(way):
         for rank, expected in enumerate(alone.decode(IDS[0]).chunk(2)):
             assert torch.equal(decoded.on_rank(rank), expected)
         model.loss(own(IDS[0], 2)).backward()
-        assert_same(gradients(model), gradients(alone))
+        assert_gradients(model, alone)
 
 
 def test_a_method_that_gathers_nothing():
@@ -130,6 +115,6 @@ def test_zero_grad_drops_what_waits_for_a_reduction():
         model.zero_grad()
         model.set_requires_gradient_sync(True)
         loss_of(model, own(IDS[1], 2)).backward()
-        assert_same(gradients(model), gradients(alone))
+        assert_gradients(model, alone)
         copy.deepcopy(model).zero_grad()
-        assert_same(gradients(model), gradients(alone))
+        assert_gradients(model, alone)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from parity import whole
+from parity import shard_by, whole
 from torch import nn
 from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint
@@ -26,16 +26,7 @@ def mlp():
 def shard(model, mesh):
     """Column-parallel, then row-parallel."""
     plan = {"0.weight": [S0], "0.bias": [S0], "2.weight": [S1]}
-
-    def partition(name, module, mesh):
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            if f"{name}.{key}" in plan:
-                placed = shardwise.distribute_tensor(
-                    parameter.detach(), mesh, plan[f"{name}.{key}"]
-                )
-                module.register_parameter(key, nn.Parameter(placed))
-
-    return shardwise.distribute_module(copy.deepcopy(model), mesh, partition)
+    return shardwise.distribute_module(copy.deepcopy(model), mesh, shard_by(plan))
 
 
 @pytest.fixture(params=[R, S0], ids=["whole batch", "batch-sharded"])
