@@ -20,6 +20,13 @@ def total(number):
     return dist.get_rank(), value.item()
 
 
+def end_the_group():
+    """As programs for torchrun do at their end."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    return rank
+
+
 def noted_total(note, number):
     note(dist.get_rank())
     return total(number)

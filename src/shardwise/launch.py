@@ -96,7 +96,8 @@ def run_rank(rank: int, settings: Settings, pipe: Connection, task: bytes) -> No
         os._exit(1)  # the launcher ends the others
     done.set()
     launcher.join()
-    dist.destroy_process_group()
+    if dist.is_initialized():  # the function may have ended it
+        dist.destroy_process_group()
 
 
 def _join(rank: int, settings: Settings) -> None:

@@ -31,6 +31,10 @@ def test_every_rank_returns_and_may_send_notes():
     assert not ranks_left()
 
 
+def test_a_function_may_end_the_process_group():
+    assert launch(programs.end_the_group, 2) == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

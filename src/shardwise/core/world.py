@@ -171,7 +171,7 @@ def _key(topic: str, rank: int) -> str:
 
 def post(text: str, topic: str = "doing") -> None:
     """Write what this rank does to the store; what it wrote first stays."""
-    with contextlib.suppress(RuntimeError):  # the store may be gone as well
+    with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone, or the group
         default_store().compare_set(_key(topic, dist.get_rank()), "", text)
 
 
@@ -179,7 +179,7 @@ def posted(num_ranks: int, wait_s: float, topic: str = "doing") -> dict[int, str
     """What each rank has posted; waits at most `wait_s` for those that have not."""
     said: dict[int, str] = {}
     until_s = time.monotonic() + wait_s
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError, ValueError):
         store = default_store()
         while True:
             for rank in range(num_ranks):
