@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from shardwise.core.placements import REPLICATE, Partial, Placement, Shard
-from shardwise.core.sizes import Size
+from shardwise.core.sizes import Size, statically_equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,9 @@ class UnlessEmpty:
     def __call__(self, coordinate: Any, layouts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         outputs = layouts[len(tensors) :]
-        if math.prod(tensors[0].shape) and math.prod(outputs[0].local_shape(coordinate)):
+        # Local shapes are not computed needlessly: a compiler would guard on them.
+        alike = _surely_alike(layouts[0], outputs[0])
+        if math.prod(tensors[0].shape) and (alike or math.prod(outputs[0].local_shape(coordinate))):
             here = list(args)
             for position, number in self.shapes:
                 here[position] = outputs[number].local_shape(coordinate)
@@ -86,6 +88,15 @@ class UnlessEmpty:
             asked = args[names.index("output_mask")]
             return tuple(next(remaining) if wanted else None for wanted in asked)
         return made[0] if len(made) == 1 else tuple(made)
+
+
+def _surely_alike(one: Any, other: Any) -> bool:
+    """Whether two layouts have equal shards on every rank."""
+    return bool(
+        one.placements == other.placements
+        and len(one.shape) == len(other.shape)
+        and all(map(statically_equal, one.shape, other.shape))
+    )
 
 
 def unless_empty(op: Any, shapes: tuple[tuple[int, int], ...] = ()) -> LocalCall:
