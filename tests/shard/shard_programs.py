@@ -450,3 +450,48 @@ def weights_that_train_on_some_ranks(dim):
     table(ids, per_sample_weights=weights).sum().backward()
     if weights is not None:
         torch.testing.assert_close(weights.grad, rows[ids].sum(2))
+
+
+#: Bags of a sharded module where only rank 1 trains something: options, and whether that is the
+#: table or weights of ids.
+TRAINED_ALONE = {
+    "table, sum": ({"mode": "sum"}, "table"),
+    "table, max": ({"mode": "max"}, "table"),
+    "table, by frequency": ({"mode": "sum", "scale_grad_by_freq": True}, "table"),
+    "table, padding and max_norm": ({"mode": "sum", "padding_idx": 1, "max_norm": 1.0}, "table"),
+    "weights, by frequency": ({"mode": "sum", "scale_grad_by_freq": True}, "weights"),
+    "weights, padding and max_norm": (
+        {"mode": "sum", "padding_idx": 1, "max_norm": 1.0},
+        "weights",
+    ),
+}
+
+
+def bags_that_train_on_one_rank(dim, name):
+    """In two processes: the gradients that rank 1 alone wants."""
+    options, what = TRAINED_ALONE[name]
+    torch.manual_seed(0)
+    ids, last = torch.tensor([[1, 4], [6, 4]]), dist.get_rank() == 1
+    weights = torch.full((2, 2), 0.5) if what == "weights" else None
+    alone, module = (nn.EmbeddingBag(7, 6, **options).requires_grad_(False) for _ in range(2))
+    module.load_state_dict(alone.state_dict())
+    shard_module(module, ShardingPlan({"weight": chunks(dim, 0, 1)}))
+    own = None if weights is None else weights.clone()
+    if what == "table":
+        alone.weight.requires_grad_()
+        module.weight.requires_grad_(last)
+    else:
+        weights.requires_grad_()
+        own.requires_grad_(last)
+    if what == "table" and "scale_grad_by_freq" in options:  # torch's bags use another row's count
+        F.embedding(ids, alone.weight, scale_grad_by_freq=True).sum().backward()
+    else:
+        alone(ids, per_sample_weights=weights).sum().backward()
+    module(ids, per_sample_weights=own).sum().backward()
+    if not last:
+        return
+    if what == "weights":
+        torch.testing.assert_close(own.grad, weights.grad)
+        return
+    found, expected = module.weight.grad._local, alone.weight.grad
+    torch.testing.assert_close(found, expected.tensor_split([4] if not dim else 2, dim)[1])

@@ -116,3 +116,9 @@ def test_an_input_that_trains_on_some_ranks(processes, dim, frozen):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_weights_that_train_on_some_ranks(processes, dim):
     processes(programs.weights_that_train_on_some_ranks, dim)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", programs.TRAINED_ALONE)
+def test_bags_that_train_on_one_rank(two_processes, dim, name):
+    two_processes(programs.bags_that_train_on_one_rank, dim, name, timeout_s=40)

@@ -179,6 +179,8 @@ class FeatureBags:
     weights_train: bool = False
     #: Ids that were given, those of a padded batch that are in no bag included.
     num_given: int = 0
+    #: Whether backward of this rank needs that of all others, whatever those train.
+    needs_backward: bool = False
 
     def ids_of(self, feature: int) -> torch.Tensor:
         return self.values[self.ids_from[feature] : self.ids_to[feature]]
@@ -189,12 +191,19 @@ class FeatureBags:
 
 
 def bags_of_one(
-    ids: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None, *, train: bool
+    ids: torch.Tensor,
+    lengths: torch.Tensor,
+    weights: torch.Tensor | None,
+    *,
+    weights_train: bool,
+    needs_backward: bool,
 ) -> FeatureBags:
     """The bags of a single feature."""
     num, zero = ids.shape[0], np.array([0])
     ends, bags = np.array([num]), np.array([lengths.shape[0]])
-    return FeatureBags(ids, lengths, weights, zero, ends, zero, bags, train, num)
+    return FeatureBags(
+        ids, lengths, weights, zero, ends, zero, bags, weights_train, num, needs_backward
+    )
 
 
 #: The largest share of different ids with which it pays to leave out those that repeat.

@@ -48,6 +48,8 @@ from shardwise.lookup.routing import LegBlock, Route, RowGroup, rows_are_fewer
 
 #: Ids per bag and owner, up to which a rank looks for those that repeat.
 SHORT_BAGS = 2
+#: Flags of a rank's note: it has weights of ids, they require grad, its backward needs all ranks.
+WEIGHTED, WEIGHTS_TRAIN, NEEDS_BACKWARD = 1, 2, 4
 
 
 class SplitIds:
@@ -310,10 +312,9 @@ class _Outgoing:
 
 
 def _notes(route: Route, bags: FeatureBags, packed: Packed) -> torch.Tensor:
-    """Per rank: the bags of each feature, the ids to each of its blocks, and a weights flag.
+    """Per rank: the bags of each feature, the ids to each of its blocks, and flags.
 
-    Where batches decide between sums and rows, there are ids for both. The flag is 0 without
-    weights, 1 with them, 2 if they require grad.
+    Where batches decide between sums and rows, there are ids for both.
     """
     notes = np.zeros((route.num_ranks, route.note_width), dtype=np.int64)
     notes[:, : route.num_features] = packed.num_bags
@@ -324,7 +325,11 @@ def _notes(route: Route, bags: FeatureBags, packed: Packed) -> torch.Tensor:
             counts = [packed.ids_of(route, block) for block in blocks]
             notes[rank, first : first + len(counts)] = counts
     packed.by_id = (False,) * len(packed.by_id)
-    notes[:, -1] = 0 if bags.weights is None else 1 + bags.weights_train
+    notes[:, -1] = (
+        WEIGHTED * (bags.weights is not None)
+        + WEIGHTS_TRAIN * bags.weights_train
+        + NEEDS_BACKWARD * bags.needs_backward
+    )
     return torch.from_numpy(notes)
 
 
@@ -354,7 +359,7 @@ def _incoming(
     numbers, blocks = notes.numpy(), route.blocks[rank]
     ids = numbers[:, route.num_features : route.num_features + len(blocks)].copy()
     lengths = np.zeros_like(ids)
-    weights = ids * (numbers[:, -1:] > 0) * route.weight_ints
+    weights = ids * (numbers[:, -1:] & WEIGHTED) * route.weight_ints
     for place, block in enumerate(blocks):
         if _is_by_id(block, by_id):
             ids[:, place] = numbers[:, route.num_features + route.max_blocks + place]
@@ -399,7 +404,7 @@ def unpack(
             ids=torch.cat([ids[r][b] for r, b in each]),
             lengths=torch.cat(of_bags) if route.pooled else None,
             weights=_weights(route, [(weights[r][b], ids[r][b]) for r, b in each])
-            if notes[:, -1].any()
+            if (notes[:, -1] & WEIGHTED).any()
             else None,
             num_rows=(rows if route.pooled else num_ids).tolist(),
             num_ids=num_ids.tolist(),

@@ -18,7 +18,7 @@ from shardwise.core.mesh import Grid
 from shardwise.lookup.backends.backend import Backend, Lookups, Query, look_up_stacks
 from shardwise.lookup.backends.torch_kernels import products_of_rows
 from shardwise.lookup.exchange import FeatureBags, Repeats, finished, start_exchange
-from shardwise.lookup.messages import Packed, StackRequest
+from shardwise.lookup.messages import NEEDS_BACKWARD, WEIGHTS_TRAIN, Packed, StackRequest
 from shardwise.lookup.routing import LegBlock, Route, RowGroup
 from shardwise.lookup.scratch import Scratch
 
@@ -185,17 +185,22 @@ def block_views(
 # Ranks whose weights do not require grad get none.
 
 
-#: The weights flag of a note; see `routing._note`.
-_WANTED = 2
-
-
 def weights_train(steps: Sequence[RankStep]) -> bool:
     """Whether the weights of any rank require grad: the same on every rank."""
-    return any(_wanted_by(step, place) for step in steps for place in range(len(step.notes)))
+    return _any_has(steps, WEIGHTS_TRAIN)
+
+
+def needs_backward(steps: Sequence[RankStep]) -> bool:
+    """Whether backward of any rank needs that of all: the same on every rank."""
+    return _any_has(steps, NEEDS_BACKWARD)
+
+
+def _any_has(steps: Sequence[RankStep], flag: int) -> bool:
+    return any((step.notes[:, -1] & flag).any() for step in steps)
 
 
 def _wanted_by(step: RankStep, place: int) -> bool:
-    return int(step.notes[place, -1]) == _WANTED
+    return bool(step.notes[place, -1] & WEIGHTS_TRAIN)
 
 
 def weight_gradients(

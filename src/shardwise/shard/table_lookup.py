@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +29,12 @@ from shardwise.effects import EffectOp
 from shardwise.errors import UnsupportedError
 from shardwise.lookup.backends.registry import make_backend
 from shardwise.lookup.engine import Engine
-from shardwise.lookup.exchange import FeatureBags, bags_of_one, combined, ranks_present
+from shardwise.lookup.exchange import bags_of_one, combined, ranks_present
 from shardwise.lookup.ids import dtype_fault, offsets_fault, promoted
 from shardwise.lookup.prefetch import PrefetchedBatch, PrefetchQueue
 from shardwise.lookup.routing import Route
 from shardwise.lookup.scratch import Scratch
-from shardwise.lookup.step import RankStep, weights_train
+from shardwise.lookup.step import RankStep, needs_backward
 from shardwise.lookup.tiling import Table, tiling_of_one
 from shardwise.ops.lookup.row_sparse import make as make_row_sparse
 from shardwise.shard.spec import (
@@ -95,10 +96,7 @@ class TableLookup:
     lookup: Lookup
     engine: Engine
     batch: PrefetchedBatch
-    #: Per rank present: the result from what the engine found, and from the samples' weights.
-    finish: Sequence[Callable[..., torch.Tensor]] | None = None
-    #: Per rank present: where the samples are whose weights were sent; None for all.
-    kept: list[torch.Tensor | None] | None = None
+    own: list[LocalBags]
 
     def shards(self) -> Shards:
         weight = self.lookup.weight
@@ -109,113 +107,68 @@ class TableLookup:
 def embedding(lookup: Lookup, ids: torch.Tensor) -> torch.Tensor:
     """A row for each of a rank's ids."""
     per_rank = part_per_rank(lookup.grid, ids)
-    found = [_checked(lookup, n, mine, dtype_fault(mine, "ids")) for n, mine in enumerate(per_rank)]
-    finish = [functools.partial(_shaped, lookup, mine) for mine in per_rank]
-    return _run(lookup, None, found, finish)
+    rows = _run(lookup, None, [local_bags(x, dtype_fault(x, "ids")) for x in per_rank])
+    return _OnEachRank.apply(lookup.grid, [partial(_shaped, lookup, x) for x in per_rank], rows)
 
 
 def embedding_bag(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
     """A row for each of a rank's bags."""
-    grid = lookup.grid
-    columns = [part_per_rank(grid, x) for x in batch.tensors]
-    own = [batch.of_rank(mine) for mine in zip(*columns, strict=True)]
-    padded = lookup.padding_idx is not None
-    if batch.mode == "max" or lookup.by_frequency or (padded and lookup.max_norm is not None):
-        found = [_checked(lookup, n, each.ids, each.fault) for n, each in enumerate(own)]
-        finish = [functools.partial(_pooled, lookup, batch.mode, each) for each in own]
-        return _run(lookup, None, found, finish, batch.weights)
-    kept = [_counted(lookup, each) for each in own]
-    train = getattr(batch.weights, "requires_grad", False) and torch.is_grad_enabled()
-    weights = [None] * len(own) if batch.weights is None else columns[-1]
-    found = []
-    for n, (each, keep, samples) in enumerate(zip(own, kept, weights, strict=True)):
-        flat = None if samples is None or each.fault else samples.detach().reshape(-1)
-        found.append(_checked(lookup, n, each.ids, each.fault, each.lengths, flat, keep, train))
-    return _run(lookup, batch.mode, found, None, batch.weights, kept)
-
-
-def _counted(lookup: Lookup, own: LocalBags) -> torch.Tensor | None:
-    """Where the ids are that count; None if all do."""
-    if lookup.padding_idx is None:
-        return None
-    return (own.ids != lookup.padding_idx).nonzero().squeeze(1)
-
-
-def _checked(
-    lookup: Lookup,
-    place: int,
-    given: torch.Tensor,
-    fault: str | None,
-    lengths: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
-    keep: torch.Tensor | None = None,
-    train: bool = False,
-) -> FeatureBags | Fault:
-    """One rank's batch, without lengths a row per id; or what is wrong with it."""
-    if fault is not None:
-        return Fault(fault)
-    low, high = range_of(given, fault)
-    if low < 0 or high >= lookup.num_rows:
-        rank = lookup.grid.ranks[ranks_present(lookup.grid)[place]]
-        return Fault(
-            f"index out of range in a table of {lookup.num_rows} rows: the ids of rank {rank} run "
-            f"from {low} to {high}.",
-            IndexError,
-        )
-    ids = given.detach().reshape(-1).long()
-    if lengths is None:
-        return bags_of_one(ids, torch.ones_like(ids), None, train=False)
-    if keep is not None:
-        bag = torch.repeat_interleave(lengths).index_select(0, keep)
-        lengths = torch.bincount(bag, minlength=lengths.numel())
-        ids = ids.index_select(0, keep)
-        weights = None if weights is None else weights.index_select(0, keep)
-    return bags_of_one(ids, lengths, weights, train=train)
+    own, padding, weights = batch.per_rank(lookup.grid), lookup.padding_idx, batch.weights
+    shortened = padding is not None and lookup.max_norm is not None
+    if not (batch.mode == "max" or lookup.by_frequency or shortened):
+        if padding is not None:
+            own = [each.without(padding) for each in own]
+        return _run(lookup, batch.mode, own, weights)
+    rows = _run(lookup, None, own, weights)
+    pool = [partial(_pooled, lookup, batch.mode, each) for each in own]
+    samples = [] if weights is None else [weights]
+    return _OnEachRank.apply(lookup.grid, pool, rows, *samples)
 
 
 def _run(
-    lookup: Lookup,
-    pooling: str | None,
-    found: list[FeatureBags | Fault],
-    finish: Sequence[Callable[..., torch.Tensor]] | None,
-    samples: torch.Tensor | None = None,
-    kept: list[torch.Tensor | None] | None = None,
+    lookup: Lookup, pooling: str | None, own: list[LocalBags], weights: torch.Tensor | None = None
 ) -> torch.Tensor:
+    """What the engine finds: pooled bags, or with `pooling=None` a row per id."""
     weight, grid = lookup.weight, lookup.grid
     engine = _engine(weight._tiling, pooling, weight.dtype, weight.grad_reduction == "mean")
+    samples = None if pooling is None else weights
+    trained = [x for x in (weight, weights) if getattr(x, "requires_grad", False)]
+    trained = trained if torch.is_grad_enabled() else []
+    found = [
+        _fault(lookup, n, each)
+        or bags_of_one(
+            each.ids,
+            torch.ones_like(each.ids) if pooling is None else each.lengths,
+            None if pooling is None else each.weights,
+            weights_train=any(x is samples for x in trained),
+            needs_backward=bool(trained),
+        )
+        for n, each in enumerate(own)
+    ]
     batch = PrefetchedBatch(engine.route, grid, found, samples, f"{lookup.what}: ")
-    call = TableLookup(lookup, engine, batch, finish, kept)
+    call = TableLookup(lookup, engine, batch, own)
     with because(lookup.what, implicit=False):
         steps = batch.arrive()
         if lookup.max_norm is not None:
             _shorten(call, steps, lookup.max_norm)
-        # Backward of other ranks needs this one's, for the gradients of their weights.
-        start = _START if torch.is_grad_enabled() and weights_train(steps) else None
+        # Every rank takes part in the exchange of gradients, or none does.
+        start = _START if torch.is_grad_enabled() and needs_backward(steps) else None
         return _TableLookup.apply(weight, call, samples, start)
 
 
-# -- on the requester ----------------------------------------------------------------------------
-
-
-def _shaped(lookup: Lookup, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """One row for each id of a batch of any shape."""
-    if lookup.by_frequency:
-        rows = scaled_by_frequency(rows, ids.reshape(-1))
-    return rows.view(*ids.shape, rows.shape[-1])
-
-
-def _pooled(
-    lookup: Lookup,
-    mode: str,
-    own: LocalBags,
-    rows: torch.Tensor,
-    weights: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Rows to bags."""
-    if lookup.by_frequency:
-        rows = scaled_by_frequency(rows, own.ids)
-    flat = None if weights is None else weights.reshape(-1)
-    return pool(rows, own.ids, own.lengths, mode, flat, lookup.padding_idx)
+def _fault(lookup: Lookup, place: int, own: LocalBags) -> Fault | None:
+    """What is wrong with one rank's batch."""
+    if own.fault is not None or not own.ids.numel():
+        return None if own.fault is None else Fault(own.fault)
+    low, high = torch.stack(torch.aminmax(own.ids)).tolist()
+    if low >= 0 and high < lookup.num_rows:
+        return None
+    rank = lookup.grid.ranks[ranks_present(lookup.grid)[place]]
+    return Fault(
+        f"index out of range in a table of {lookup.num_rows} rows: the ids of rank {rank} run "
+        f"from {low} to {high}.",
+        IndexError,
+    )
 
 
 class _TableLookup(UntracedFunction):
@@ -232,39 +185,21 @@ class _TableLookup(UntracedFunction):
         samples: torch.Tensor | None,
         start: torch.Tensor | None,
     ) -> torch.Tensor:
-        grid, ranks = call.lookup.grid, call.lookup.grid.ranks
-        ctx.call, ctx.samples = call, samples
-        ctx.shards = call.shards()
-        found = [rows for (rows,) in call.engine.rows(ctx.shards, call.batch.arrive(), False)]
-        if call.finish is None:
-            return one_tensor(grid, found)
-        needs = ctx.needs_input_grad[0] or ctx.needs_input_grad[2]
-        staying = [] if samples is None else [ctx.needs_input_grad[2]]
-        ctx.stage = Stage((needs, *staying))
-        given = [()] * len(found) if samples is None else zip(part_per_rank(grid, samples))
-        present = [ranks[at] for at in ranks_present(grid)]
-        outs = []
-        for rank, rows, finish, own in zip(present, found, call.finish, given, strict=True):
-            (out,) = ctx.stage.run(rank, lambda *x, f=finish: (f(*x),), [rows, *own])
-            outs.append(out)
-        return one_tensor(grid, outs)
+        ctx.call, ctx.samples, ctx.shards = call, samples, call.shards()
+        found = call.engine.rows(ctx.shards, call.batch.arrive(), False)
+        return one_tensor(call.lookup.grid, [rows for (rows,) in found])
 
     @staticmethod
     @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         call: TableLookup = ctx.call
-        lookup, grid = call.lookup, call.lookup.grid
-        of_samples: Any = None
-        if call.finish is not None:
-            grad, *stayed = ctx.stage.backward(grid, grad)
-            of_samples = stayed[0] if stayed else None
-        with because(lookup.what, implicit=False):
+        with because(call.lookup.what, implicit=False):
             lookups, _, found = call.engine.gradients(
                 ctx.shards, call.batch.arrive(), [grad], False
             )
-        if found is not None and ctx.samples is not None:
-            of_samples = one_tensor(grid, _put_back(ctx, found))
-        of_samples = like(of_samples, ctx.samples) if ctx.needs_input_grad[2] else None
+        of_samples = None
+        if found is not None and ctx.needs_input_grad[2]:
+            of_samples = like(one_tensor(call.lookup.grid, _put_back(ctx, found)), ctx.samples)
         of_weight = _weight_gradient(ctx, lookups) if ctx.needs_input_grad[0] else None
         return of_weight, None, of_samples, None
 
@@ -279,12 +214,11 @@ def like(grad: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor | No
 def _put_back(ctx: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients of samples' weights, in the samples' shape."""
     call: TableLookup = ctx.call
-    assert call.kept is not None, "weights are sent with pooled bags"
     samples = part_per_rank(call.lookup.grid, ctx.samples)
     grads = []
-    for mine, keep, own in zip(found, call.kept, samples, strict=True):
-        if keep is not None:
-            mine = mine.new_zeros(own.numel()).index_copy_(0, keep, mine)
+    for mine, bags, own in zip(found, call.own, samples, strict=True):
+        if bags.kept is not None:
+            mine = mine.new_zeros(own.numel()).index_copy_(0, bags.kept, mine)
         grads.append(mine.view(own.shape).to(own.dtype))
     return grads
 
@@ -313,6 +247,30 @@ def _weight_gradient(ctx: Any, lookups: list[Any]) -> torch.Tensor:
     ]
     local = local_of_shards(tiling, one_tensor(grid, dense, sized=False))
     return ShardedTensor.over(local, tiling, like=lookup.weight)
+
+
+# -- on the requester ----------------------------------------------------------------------------
+
+
+def _shaped(lookup: Lookup, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """One row for each id of a batch of any shape."""
+    if lookup.by_frequency:
+        rows = scaled_by_frequency(rows, ids.reshape(-1))
+    return rows.view(*ids.shape, rows.shape[-1])
+
+
+def _pooled(
+    lookup: Lookup,
+    mode: str,
+    own: LocalBags,
+    rows: torch.Tensor,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rows to bags."""
+    if lookup.by_frequency:
+        rows = scaled_by_frequency(rows, own.ids)
+    flat = None if weights is None else weights.reshape(-1)
+    return pool(rows, own.ids, own.lengths, mode, flat, lookup.padding_idx)
 
 
 # -- max_norm ------------------------------------------------------------------------------------
@@ -355,14 +313,6 @@ def _shorten(call: TableLookup, steps: list[RankStep], max_norm: float) -> None:
 
 # -- local batches -------------------------------------------------------------------------------
 # Bags in any form of `embedding_bag` become flat ids and a length per bag.
-
-
-def range_of(ids: torch.Tensor, fault: str | None) -> tuple[int, int]:
-    """The lowest and the highest id of a batch without a fault."""
-    if fault is not None or not ids.numel():
-        return 0, -1
-    low, high = torch.stack(torch.aminmax(ids)).tolist()
-    return low, high
 
 
 def batch_fault(
@@ -505,11 +455,40 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class LocalBags:
-    """One rank's bags as flat ids and a length per bag; both empty where there is a fault."""
+    """One rank's flat ids, the length of each bag, and flat weights; empty where there is a fault.
+
+    Without bags there are no lengths.
+    """
 
     ids: torch.Tensor
     lengths: torch.Tensor
+    weights: torch.Tensor | None
     fault: str | None
+    #: Where these ids were among those given; None for all.
+    kept: torch.Tensor | None = None
+
+    def without(self, padding_idx: int) -> LocalBags:
+        """The ids that count."""
+        keep = (self.ids != padding_idx).nonzero().squeeze(1)
+        bag = torch.repeat_interleave(self.lengths).index_select(0, keep)
+        lengths = torch.bincount(bag, minlength=self.lengths.numel())
+        weights = None if self.weights is None else self.weights.index_select(0, keep)
+        return LocalBags(self.ids.index_select(0, keep), lengths, weights, self.fault, keep)
+
+
+_NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+def local_bags(
+    ids: torch.Tensor,
+    fault: str | None,
+    lengths: torch.Tensor = _NOTHING,
+    weights: torch.Tensor | None = None,
+) -> LocalBags:
+    if fault is not None:
+        return LocalBags(_NOTHING, _NOTHING, None, fault)
+    flat = None if weights is None else weights.detach().reshape(-1)
+    return LocalBags(ids.detach().reshape(-1).long(), lengths, flat, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -524,24 +503,21 @@ class BagBatch:
     #: That of the table.
     dtype: torch.dtype
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors that differ between ranks; `of_rank` takes one rank's."""
-        return [self.ids, *(x for x in (self.offsets, self.weights) if x is not None)]
+    def per_rank(self, grid: Grid) -> list[LocalBags]:
+        given = (self.ids, self.offsets, self.weights)
+        columns = [part_per_rank(grid, x) for x in given]  # type: ignore[arg-type]
+        return list(map(self._of_rank, *columns))
 
-    def of_rank(self, mine: Sequence[torch.Tensor]) -> LocalBags:
-        left = iter(mine)
-        ids = next(left)
-        offsets = None if self.offsets is None else next(left)
-        weights = None if self.weights is None else next(left)
+    def _of_rank(
+        self, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
+    ) -> LocalBags:
         if isinstance(ids, torch.Tensor) and isinstance(offsets, torch.Tensor):
             ids, offsets = promoted(ids, offsets)
         fault = batch_fault(ids, offsets, weights, self.include_last_offset, self.dtype)
         if fault is not None:
-            nothing = torch.empty(0, dtype=torch.int64)
-            return LocalBags(nothing, nothing, fault)
+            return local_bags(ids, fault)
         lengths = lengths_of(ids, offsets, self.include_last_offset)
-        return LocalBags(ids.reshape(-1).long(), lengths, None)
+        return local_bags(ids, None, lengths, weights)
 
 
 # -- stage ---------------------------------------------------------------------------------------
@@ -549,42 +525,57 @@ class BagBatch:
 
 
 class Stage:
-    """A function that each rank runs locally, under torch's autograd.
-
-    It returns a tensor that has a gradient, and perhaps more that have none.
-    """
+    """A function that each rank runs locally, under torch's autograd."""
 
     def __init__(self, needs: Sequence[bool]) -> None:
         self.needs = needs
         self.graphs: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
 
     def run(
-        self, rank: int, fn: Callable[..., tuple[torch.Tensor, ...]], leaves: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+        self, rank: int, fn: Callable[..., torch.Tensor], leaves: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         own = [x.detach().requires_grad_(n) for x, n in zip(leaves, self.needs, strict=True)]
         with torch.set_grad_enabled(any(self.needs)):
-            result, *more = fn(*own)
+            result = fn(*own)
         self.graphs[rank] = (own, result)
-        return result.detach(), *more
+        return result.detach()
 
     def backward(self, grid: Grid, grad: torch.Tensor) -> list[torch.Tensor]:
         """The gradient of every leaf; zeros where none is needed or there is none."""
 
         def here(place: Any, mine: torch.Tensor) -> list[torch.Tensor]:
             leaves, result = self.graphs[grid.ranks[place[0]]]
-            wanted = [x for x, need in zip(leaves, self.needs, strict=True) if need]
-            found: Any = [None] * len(wanted)
+            wanted = [x for x in leaves if x.requires_grad]
+            found: Any = []
             if result.requires_grad:
                 found = torch.autograd.grad(
                     result, wanted, mine, allow_unused=True, retain_graph=True
                 )
-            grads = iter(found)
-            given = [next(grads) if need else None for need in self.needs]
+            grads = dict(zip(map(id, wanted), found, strict=False))
+            given = [grads.get(id(x)) for x in leaves]
             return [
                 torch.zeros_like(x) if g is None else g for x, g in zip(leaves, given, strict=True)
             ]
 
         return list(each_rank(grid, here, grad))
+
+
+class _OnEachRank(UntracedFunction):
+    """`apply(grid, fns, *tensors)`: the function of each rank present, on its own tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, grid: Grid, fns: Sequence[Callable[..., torch.Tensor]], *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.grid, ctx.tensors, ctx.stage = grid, tensors, Stage(ctx.needs_input_grad[2:])
+        own = zip(*(part_per_rank(grid, x) for x in tensors), strict=True)
+        ranks = [grid.ranks[at] for at in ranks_present(grid)]
+        return one_tensor(grid, list(map(ctx.stage.run, ranks, fns, own)))
+
+    @staticmethod
+    @differentiated_once("a sharded module")
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, None, *map(like, ctx.stage.backward(ctx.grid, grad), ctx.tensors)
 
 
 # -- compile -------------------------------------------------------------------------------------
