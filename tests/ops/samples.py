@@ -14,7 +14,7 @@ from samples_recurrent import RECURRENT_KERNELS, recurrent_samples
 from shardwise import Replicate, Shard
 from shardwise.dispatch.catalog import positional
 from shardwise.ops import random
-from shardwise.ops.lookup import bag_grads, bag_rules, embedding, embedding_rules
+from shardwise.ops.lookup import bag_grads, bag_rules, embedding
 from shardwise.ops.math import matmul
 from shardwise.ops.nn import loss, norm
 from shardwise.testing import Sample
@@ -256,7 +256,7 @@ def _loss() -> list[Sample]:
 
 
 def _embedding() -> list[Sample]:
-    rows = t(2, 3, 4)
+    rows, exchanged = t(2, 3, 4), embedding.RoutingArg(None)
     return [
         Sample(aten.embedding.default, (t(7, 4), ids)),
         Sample(aten.embedding.default, (t(7, 4), ids[0, 0])),
@@ -266,10 +266,10 @@ def _embedding() -> list[Sample]:
         Sample(aten.embedding_renorm_.default, (t(7, 4), ids, 1.5, 2.0)),
         Sample(embedding.routed_lookup, (t(7, 4), ids, False)),
         Sample(embedding.routed_lookup, (t(7, 4), ids, True)),
-        Sample(embedding.returned_grad, (rows, ids, 7, 5), wish=any_table),
-        Sample(embedding_rules.sparse_grad, (rows, ids, 7, -1, False), wish=any_table),
-        Sample(embedding_rules.sparse_grad, (rows, ids, 7, 5, False), wish=any_table),
-        Sample(embedding_rules.sparse_grad, (rows, ids, 7, 2, True), wish=any_table),
+        Sample(embedding.lookup_grad, (rows, ids, 7, 5, False, False, exchanged), wish=any_table),
+        Sample(embedding.lookup_grad, (rows, ids, 7, -1, False, True), wish=any_table),
+        Sample(embedding.lookup_grad, (rows, ids, 7, 5, False, True), wish=any_table),
+        Sample(embedding.lookup_grad, (rows, ids, 7, 2, True, True), wish=any_table),
     ]
 
 

@@ -1,9 +1,10 @@
-"""The gradients of pooled bags, of the table and of the weights; bags pooled by maximum."""
+"""The gradients of lookups and pooled bags, of table and weights; bags pooled by maximum."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ from shardwise.ops.lookup.bag_rules import (
     MODE_SUM,
     Bags,
     Optional,
-    are_ids_sharded,
     bag_splits,
     batch_placements,
     everywhere,
@@ -38,21 +38,25 @@ from shardwise.ops.lookup.bag_rules import (
     num_bytes,
     packed,
     pooled,
-    sent,
     shared_axes,
+    table_choices,
     unpacked,
     with_placement,
 )
 from shardwise.ops.lookup.embedding_rules import (
     SparseRows,
-    grad_of_rows,
     picked_rows,
-    table_stays,
     times,
 )
 from shardwise.redistribute.execute import execute
 from shardwise.redistribute.steps import find_steps
 from shardwise.simulation.ranks import each_rank
+
+aten = torch.ops.aten
+# Without the Python method around it, which takes a microsecond.
+_dense_backward = aten.embedding_dense_backward.default._op
+#: Up to this many ids, torch's CPU kernel is faster than the calls that replace it.
+_FEW_IDS = 64
 
 # -- the table -------------------------------------------------------------------------------
 
@@ -110,13 +114,12 @@ def _pooled_grad(
     sparse: bool,
 ) -> Any:
     table = layouts[-1]
-    if sparse:
-        compute: Any = _owned_grads if has_values(ids) else _traced_grads
-    else:
-        compute = _dense_grad
 
     def here(coordinate: Coordinate, grad: torch.Tensor, *rest: torch.Tensor) -> Any:
         bags = unpacked(rest, offsets, weights, padding_idx)
+        if bag_rules.take_grad(grad) and not by_freq:
+            return _fused_grad(table, coordinate, grad, bags, mode, sparse)
+        compute = _row_grads if sparse else _dense_grad
         return compute(table, coordinate, grad, bags, mode, by_freq)
 
     operands = packed(grad, ids, offsets, weights)
@@ -124,41 +127,86 @@ def _pooled_grad(
     return (SparseRows(table, *found),) if sparse else found
 
 
+def table_grad(
+    layouts: Sequence[Layout],
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    num_rows: int,
+    padding_idx: int,
+    by_freq: bool,
+    sparse: bool = False,
+) -> Any:
+    """The gradient of a table whose rows were looked up: of bags of one id each."""
+    table = layouts[-1]
+    compute = _row_grads if sparse else _dense_grad
+
+    def here(coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> Any:
+        bags = Bags(ids.reshape(-1, 1), None, None, padding_idx)
+        flat = grad.reshape(ids.numel(), grad.shape[-1])
+        return compute(table, coordinate, flat, bags, MODE_SUM, by_freq)
+
+    found = each_rank(table.grid, here, grad, ids, axes=table.axes_of(0))
+    return (SparseRows(table, *found),) if sparse else found
+
+
+def _fused_grad(
+    table: Layout, coordinate: Coordinate, grad: torch.Tensor, bags: Bags, mode: int, sparse: bool
+) -> Any:
+    if sparse:
+        rows, places = _owned_places(table, coordinate, bags, grad.shape[0])
+        places = bags.places if places is None else places
+        return bag_rules.row_grads(grad, bags, rows, places, mode)
+    (first_row, _), (num_rows, _) = table.box(coordinate)
+    return bag_rules.table_grad(grad, bags, first_row, num_rows, mode)
+
+
 def _dense_grad(
     table: Layout, coordinate: Coordinate, grad: torch.Tensor, bags: Bags, mode: int, by_freq: bool
 ) -> torch.Tensor:
-    """The gradient of the rows that this rank owns."""
-    if bag_rules.take_grad(grad) and not by_freq:
-        (first_row, _), (num_rows, _) = table.box(coordinate)
-        return bag_rules.table_grad(grad, bags, first_row, num_rows, mode)
-    if not has_values(bags.ids) or bags.ids.is_cuda:
+    """The gradient of the rows that this rank owns; no other row is materialised."""
+    # Torch's CPU kernel takes several times as long as adding rows, except for few ids. The CUDA
+    # kernel adds in a fixed order, and the compiler knows it.
+    ids = bags.ids
+    if not has_values(ids) or ids.is_cuda or (bags.single and ids.shape[0] <= _FEW_IDS):
         return _masked_grad(table, coordinate, grad, bags, mode, by_freq)
-    rows, values = _owned_grads(table, coordinate, grad, bags, mode, by_freq)
+    rows, values = _row_grads(table, coordinate, grad, bags, mode, by_freq)
     shape = (table.local_shape(coordinate)[0], grad.shape[1])
     return values.new_zeros(shape).index_add_(0, rows, values)
 
 
-def _owned_grads(
+def _row_grads(
     table: Layout, coordinate: Coordinate, grad: torch.Tensor, bags: Bags, mode: int, by_freq: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows that this rank owns, maybe with repeats, and the gradient of each."""
-    rows, places = owned(table, coordinate, bags.ids.reshape(-1), bags.padding_idx)
-    if places is None:
-        places = bags.places
-    bag = bags.bag_of(places)
-    if bags.offsets is not None and bag.numel() and int(bag[-1]) >= grad.shape[0]:
-        inside = (bag < grad.shape[0]).nonzero().squeeze(1)
-        rows, places, bag = rows[inside], places[inside], bag[inside]
-    if bag_rules.take_grad(grad) and not by_freq:
-        return bag_rules.row_grads(grad, bags, rows, places, mode)
-    values = grad.index_select(0, bag)
-    if bags.weights is not None:
-        values = values * bags.weights.reshape(-1).index_select(0, places).unsqueeze(-1)
-    if mode == MODE_MEAN:
-        values = values / bags.sizes()[bag]
+    if not has_values(bags.ids):
+        return _traced_grads(table, coordinate, grad, bags, mode, by_freq)
+    rows, places = _owned_places(table, coordinate, bags, grad.shape[0])
+    values = grad
+    if places is not None:
+        bag = bags.bag_of(places)
+        values = grad.index_select(0, bag)
+        if bags.weights is not None:
+            values = values * bags.weights.reshape(-1).index_select(0, places).unsqueeze(-1)
+        if mode == MODE_MEAN:
+            values = values / bags.sizes()[bag]
     if by_freq:
         values = values / times(rows).unsqueeze(-1)
     return rows, values.to(grad.dtype)
+
+
+def _owned_places(
+    table: Layout, coordinate: Coordinate, bags: Bags, num_bags: int
+) -> tuple[torch.Tensor, Optional]:
+    """The local rows of the ids that count, and their positions; None for all, each a bag."""
+    rows, places = owned(table, coordinate, bags.ids.reshape(-1), bags.padding_idx)
+    if places is None:
+        if bags.single:
+            return rows, None
+        places = bags.places
+    if bags.offsets is not None and places.numel() and int(bags.bag_of(places[-1:])) >= num_bags:
+        inside = (bags.bag_of(places) < num_bags).nonzero().squeeze(1)
+        rows, places = rows[inside], places[inside]
+    return rows, places
 
 
 def _masked_grad(
@@ -167,13 +215,20 @@ def _masked_grad(
     """As `_dense_grad`, without data-dependent sizes."""
     num_rows = table.local_shape(coordinate)[0]
     if any(type(size) is int and size == 0 for size in (num_rows, grad.shape[1])):
-        return grad.new_zeros((num_rows, grad.shape[1]))
+        return grad.new_zeros((num_rows, grad.shape[1]))  # torch's kernel fails on CUDA
+    if bags.single and not table.axes_of(0):
+        return _dense_backward(grad, bags.ids.squeeze(1), num_rows, bags.padding_idx, by_freq)
     row, skipped, values = _values_of_ids(table, coordinate, grad, bags, mode)
     if by_freq:
         counts = torch.zeros(num_rows, dtype=grad.dtype, device=grad.device)
         counts = counts.index_add(0, row.reshape(-1), (~skipped).reshape(-1).to(grad.dtype))
         values = values / counts[row].clamp(min=1).unsqueeze(-1)
-    return grad_of_rows(values, row, skipped, num_rows)
+    # Skipped ids become the padding index, which needs no copy of the gradient.
+    if not grad.is_cuda:
+        return _dense_backward(values, row.masked_fill(skipped, -1), num_rows, -1, False)
+    # On CUDA the padding index must be a row: an extra one.
+    row = row.masked_fill(skipped, num_rows)
+    return _dense_backward(values, row, num_rows + 1, num_rows, False)[:num_rows]
 
 
 def _values_of_ids(
@@ -197,7 +252,7 @@ def _values_of_ids(
 def _traced_grads(
     table: Layout, coordinate: Coordinate, grad: torch.Tensor, bags: Bags, mode: int, by_freq: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_owned_grads`, in a traced graph."""
+    """As `_row_grads`, in a traced graph."""
     ids, num_columns = bags.ids.reshape(-1), grad.shape[1]
     if not table.box(coordinate)[1][0]:
         return ids[:0], grad.new_empty((0, num_columns))
@@ -209,37 +264,68 @@ def _traced_grads(
 
 
 POOLED_GRAD = LocalCall(_pooled_grad, collective=True)
+TABLE_GRAD = LocalCall(table_grad, collective=True)
 
 
 def _pooled_grad_choices(call: Call) -> Iterator[Choice]:
     """Operands: the gradient of the bags, the ids, and where there are any, offsets and weights."""
-    whole = batch_placements(call, (REPLICATE,), REPLICATE)
-    yield Choice(whole, (REPLICATE,), POOLED_GRAD)
-    for columns, out in columns_and_rows(call):
-        yield Choice((columns, *whole[1:]), (out,), POOLED_GRAD)
+    batches = []
     if not call.args[7]:  # with scale_grad_by_freq a rank would need the counts of all ranks
-        for bags in bag_splits(call, 1):
-            batch = Shard(0, bags)
-            yield Choice(batch_placements(call, (batch,), batch), (SUM,), POOLED_GRAD)
+        splits = [Shard(0, bags) for bags in bag_splits(call, 1)]
+        batches = [batch_placements(call, (batch,), batch) for batch in splits]
         if call.args[5] == MODE_SUM:
-            for inside in inside_splits(call, 1):
-                yield Choice(
-                    batch_placements(call, (REPLICATE,), Shard(1, inside)), (SUM,), POOLED_GRAD
-                )
-    for choice in linear_choices(call, linear_inputs(call)):
-        yield Choice(choice.inputs, choice.outputs, POOLED_GRAD)
+            insides = [Shard(1, inside) for inside in inside_splits(call, 1)]
+            batches += [batch_placements(call, (REPLICATE,), inside) for inside in insides]
+    whole = batch_placements(call, (REPLICATE,), REPLICATE)
+    return grad_choices(call, POOLED_GRAD, whole, batches, linear_inputs(call))
 
 
-def columns_and_rows(call: Call) -> Iterator[tuple[Placement, Placement]]:
-    """Placements of the bags' gradient, and of the table's gradient without a reduction."""
+def lookup_grad_choices(call: Call, local: LocalCall, by_freq: bool) -> Iterator[Choice]:
+    """Operands: the gradient of the rows that were looked up, and the ids."""
+    batches = []
+    if not by_freq:
+        for dim in range(call.inputs[1].ndim):
+            batches += [(Shard(dim, s), Shard(dim, s)) for s in call.splits([(0, dim), (1, dim)])]
+    return grad_choices(call, local, (REPLICATE, REPLICATE), batches, ((0,),))
+
+
+def _table_grad_choices(call: Call) -> Iterator[Choice]:
+    sizes = call.inputs[1].shape
+    few = all(type(size) is int for size in sizes) and math.prod(sizes) <= _FEW_IDS
+    for choice in lookup_grad_choices(call, TABLE_GRAD, call.args[4]):
+        rows_sharded = choice.outputs[0].is_shard(0)
+        yield choice if rows_sharded or not few else replace(choice, local=None)
+
+
+def grad_choices(
+    call: Call,
+    local: LocalCall,
+    whole: tuple[Placement, ...],
+    batches: Sequence[tuple[Placement, ...]],
+    linear: Sequence[tuple[int, ...]],
+    *,
+    by_column: bool = False,
+) -> Iterator[Choice]:
+    """The gradient of a table, from operands that are `whole`, or sharded as one of `batches`.
+
+    The first is the gradient of what was looked up; with `by_column` all have its columns.
+    """
+    yield Choice(whole, (REPLICATE,), local)
     wanted = call.wanted[0] if call.wanted else None
-    splits = call.splits([(0, 1)])
+    last = call.inputs[0].ndim - 1
+    columns = call.splits([(0, last)])
     if isinstance(wanted, Shard) and wanted.dim == 0:
-        yield REPLICATE, wanted
-    elif isinstance(wanted, Shard) and wanted.sizes not in splits:
-        splits.append(wanted.sizes)
-    for sizes in splits:
-        yield Shard(1, sizes), Shard(1, sizes)
+        yield Choice(whole, (wanted,), local)
+    elif isinstance(wanted, Shard) and wanted.sizes not in columns:
+        columns.append(wanted.sizes)
+    for sizes in columns:
+        split = Shard(last, sizes)
+        others = (split,) * (len(whole) - 1) if by_column else whole[1:]
+        yield Choice((split, *others), (Shard(1, sizes),), local)
+    for batch in batches:
+        yield Choice(batch, (SUM,), local)
+    for choice in linear_choices(call, linear):
+        yield Choice(choice.inputs, choice.outputs, local)
 
 
 # -- the per-sample weights ------------------------------------------------------------------
@@ -447,33 +533,13 @@ LARGEST = LocalCall(_largest, collective=True)
 
 
 def _largest_choices(call: Call) -> Iterator[Choice]:
-    return (c for c in _every_largest_choice(call) if table_stays(call, c))
-
-
-def _every_largest_choice(call: Call) -> Iterator[Choice]:
     """Operands: the table, the ids, and perhaps offsets."""
-
-    def choice(
-        first: Placement, batch: Placement, out: Placement, *moved: CollectiveCost
-    ) -> Choice:
-        return Choice(batch_placements(call, (first,), batch), (out, out), LARGEST, sent=moved)
-
-    yield choice(REPLICATE, REPLICATE, REPLICATE)
     out = call.outputs[0]
-    results = [
-        CollectiveCost("all_reduce", num_bytes(out.shape, out.dtype)),
-        CollectiveCost("all_reduce", num_bytes(out.shape, torch.int64)),
-    ]
-    for sizes in call.splits([(0, 0)]):
-        if not are_ids_sharded(call):
-            yield choice(Shard(0, sizes), REPLICATE, REPLICATE, *results)
-        for bags in bag_splits(call, 1):
-            moved = (*sent(call), *results)
-            yield choice(Shard(0, sizes), Shard(0, bags), Shard(0, bags), *moved)
-    for sizes in call.splits([(0, 1)]):
-        yield choice(Shard(1, sizes), REPLICATE, Shard(1, sizes))
-    for bags in bag_splits(call, 1):
-        yield choice(REPLICATE, Shard(0, bags), Shard(0, bags))
+    agreed = tuple(
+        CollectiveCost("all_reduce", num_bytes(out.shape, dtype))
+        for dtype in (out.dtype, torch.int64)
+    )
+    return table_choices(call, LARGEST, REPLICATE, alone=agreed, together=agreed)
 
 
 # -- their gradient --------------------------------------------------------------------------
@@ -507,16 +573,13 @@ LARGEST_GRAD = LocalCall(_largest_grad, collective=True)
 
 def _largest_grad_choices(call: Call) -> Iterator[Choice]:
     """Operands: the gradient of the bags, and the ids that had the largest."""
-    yield Choice((REPLICATE, REPLICATE), (REPLICATE,), LARGEST_GRAD)
-    for columns, out in columns_and_rows(call):
-        yield Choice((columns, columns), (out,), LARGEST_GRAD)
-    for bags in call.splits([(0, 0), (1, 0)]):
-        yield Choice((Shard(0, bags), Shard(0, bags)), (SUM,), LARGEST_GRAD)
-    for choice in linear_choices(call, ((0,),)):
-        yield Choice(choice.inputs, choice.outputs, LARGEST_GRAD)
+    batches = [(Shard(0, bags), Shard(0, bags)) for bags in call.splits([(0, 0), (1, 0)])]
+    whole = (REPLICATE, REPLICATE)
+    return grad_choices(call, LARGEST_GRAD, whole, batches, ((0,),), by_column=True)
 
 
 RULES: Table = table(
+    ((aten.embedding_dense_backward.default,), Rule(_table_grad_choices, "... d, ... -> v d")),
     ((pooled_grad,), Rule(_pooled_grad_choices, "b d, b ... -> v d")),
     ((sample_grad,), Rule(_sample_grad_choices, "b d, v d, b ... -> b ...")),
     ((largest,), Rule(_largest_choices, "v d, b ... -> b d, b d")),

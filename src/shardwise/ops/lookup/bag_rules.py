@@ -58,22 +58,6 @@ def everywhere(x: torch.Tensor, layout: Layout, axes: Sequence[int]) -> tuple[to
     return execute(x, find_steps(layout, target)), target
 
 
-def are_ids_sharded(call: Call) -> bool:
-    return bool(call.placed) and call.placed[1].is_shard() and call.inputs[1].ndim == 2
-
-
-def sent(call: Call, *reductions: str) -> tuple[CollectiveCost, ...]:
-    """The costs of gathering ids and their weights, and of reducing the results."""
-    gathered = [
-        CollectiveCost("all_gather", num_bytes(meta.shape, meta.dtype))
-        for meta in call.inputs[1:]
-        if meta.ndim == 2
-    ]
-    out = call.outputs[0]
-    results = num_bytes(out.shape, out.dtype)
-    return (*gathered, *(CollectiveCost(kind, results) for kind in reductions))
-
-
 def num_bytes(shape: Sequence[Any], dtype: torch.dtype) -> float:
     return float(math.prod(s if type(s) is int else 1024 for s in shape) * dtype.itemsize)
 
@@ -185,35 +169,53 @@ POOLED = LocalCall(_pooled, collective=True)
 
 
 def _pooled_choices(call: Call) -> Iterator[Choice]:
-    return (c for c in _every_pooled_choice(call) if table_stays(call, c))
-
-
-def _every_pooled_choice(call: Call) -> Iterator[Choice]:
     """Operands: the table, the ids, and where there are any, the offsets and weights."""
-    yield Choice(batch_placements(call, (REPLICATE,), REPLICATE), (REPLICATE,), POOLED)
-    for sizes in call.splits([(0, 0)]):
-        rows = (Shard(0, sizes),)
-        if not are_ids_sharded(call):
-            yield Choice(batch_placements(call, rows, REPLICATE), (SUM,), POOLED)
-        for bags in bag_splits(call, 1):
-            batch = Shard(0, bags)
-            yield Choice(
-                batch_placements(call, rows, batch),
-                (batch,),
-                POOLED,
-                sent=sent(call, "reduce_scatter"),
-            )
-    for sizes in call.splits([(0, 1)]):
-        columns = Shard(1, sizes)
-        yield Choice(batch_placements(call, (columns,), REPLICATE), (columns,), POOLED)
-    for bags in bag_splits(call, 1):
-        batch = Shard(0, bags)
-        yield Choice(batch_placements(call, (REPLICATE,), batch), (batch,), POOLED)
+    out = call.outputs[0]
+    reduced = CollectiveCost("reduce_scatter", num_bytes(out.shape, out.dtype))
+    yield from table_choices(call, POOLED, SUM, together=(reduced,))
     if call.args[4] == MODE_SUM:
         for inside in inside_splits(call, 1):
             yield Choice(batch_placements(call, (REPLICATE,), Shard(1, inside)), (SUM,), POOLED)
     for choice in linear_choices(call, linear_inputs(call)):
-        yield Choice(choice.inputs, choice.outputs, POOLED)
+        if table_stays(call, choice):
+            yield Choice(choice.inputs, choice.outputs, POOLED)
+
+
+def table_choices(
+    call: Call,
+    local: LocalCall,
+    of_rows: Placement,
+    alone: tuple[CollectiveCost, ...] = (),
+    together: tuple[CollectiveCost, ...] = (),
+) -> Iterator[Choice]:
+    """Operands: the table, the ids, and what else a batch has. A sharded table stays.
+
+    A table of which each rank has some rows gives `of_rows`, after the collectives `alone`; where
+    the batch is sharded too, `together` follow the gathering of ids and weights.
+    """
+
+    def choice(
+        first: Placement, batch: Placement, out: Placement, *moved: CollectiveCost
+    ) -> Choice:
+        inputs = batch_placements(call, (first,), batch)
+        return Choice(inputs, (out,) * len(call.outputs), local, sent=moved)
+
+    found = [choice(REPLICATE, REPLICATE, REPLICATE)]
+    batches = [Shard(0, bags) for bags in bag_splits(call, 1)]
+    ids_sharded = bool(call.placed) and call.placed[1].is_shard() and call.inputs[1].ndim == 2
+    for sizes in call.splits([(0, 0)]):
+        if not ids_sharded:
+            found.append(choice(Shard(0, sizes), REPLICATE, of_rows, *alone))
+        gathered = [
+            CollectiveCost("all_gather", num_bytes(meta.shape, meta.dtype))
+            for meta in call.inputs[1:]
+            if meta.ndim == 2
+        ]
+        found += [choice(Shard(0, sizes), b, b, *gathered, *together) for b in batches]
+    for sizes in call.splits([(0, 1)]):
+        found.append(choice(Shard(1, sizes), REPLICATE, Shard(1, sizes)))
+    found += [choice(REPLICATE, batch, batch) for batch in batches]
+    return (each for each in found if table_stays(call, each))
 
 
 RULES: Table = table(((pooled,), Rule(_pooled_choices, "v d, b ... -> b d")))
@@ -252,6 +254,11 @@ class Bags(NamedTuple):
         return torch.arange(num_bags + 1, device=self.ids.device) * length
 
     @property
+    def single(self) -> bool:
+        """Whether each id is a bag of its own, without weights."""
+        return self.offsets is None and self.weights is None and _is_one(self.ids.shape[1])
+
+    @property
     def places(self) -> torch.Tensor:
         """The position of each of the flat ids."""
         return torch.arange(self.ids.numel(), device=self.ids.device)
@@ -259,7 +266,8 @@ class Bags(NamedTuple):
     def bag_of(self, places: torch.Tensor) -> torch.Tensor:
         """The bag of each position; the number of bags for those after the last."""
         if self.offsets is None:
-            return places // self.ids.shape[1]
+            length = self.ids.shape[1]
+            return places if _is_one(length) else places // length
         return torch.searchsorted(self.offsets, places, right=True) - 1
 
     def sizes(self) -> torch.Tensor:
@@ -278,6 +286,10 @@ class Bags(NamedTuple):
         """The local row of each id, and which do not count here (their row is arbitrary)."""
         row, foreign = local_rows(table, coordinate, self.ids)
         return row, self.skipped(foreign)
+
+
+def _is_one(length: Any) -> bool:
+    return type(length) is int and length == 1  # no guard on a symbol
 
 
 def packed(*tensors: Optional) -> list[torch.Tensor]:

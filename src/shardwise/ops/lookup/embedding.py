@@ -38,7 +38,14 @@ from shardwise.lookup.ids import (
     sharded_axes,
     widened,
 )
-from shardwise.ops.lookup.bag_grads import largest, largest_grad, pooled_grad, sample_grad
+from shardwise.ops.lookup.bag_grads import (
+    largest,
+    largest_grad,
+    lookup_grad_choices,
+    pooled_grad,
+    sample_grad,
+    table_grad,
+)
 from shardwise.ops.lookup.bag_rules import (
     MODE_MAX,
     MODE_MEAN,
@@ -48,16 +55,7 @@ from shardwise.ops.lookup.bag_rules import (
     shared_axes,
     with_placement,
 )
-from shardwise.ops.lookup.embedding_rules import (
-    SPARSE_GRAD,
-    SparseRows,
-    lookup,
-    lookup_choices,
-    lookup_grad_choices,
-    sparse_grad,
-    table_grad,
-    table_stays,
-)
+from shardwise.ops.lookup.embedding_rules import SparseRows, lookup, lookup_choices, table_stays
 from shardwise.ops.lookup.row_sparse import RowSparse
 from shardwise.ops.operands import all_distributed, are_distributed
 from shardwise.redistribute.execute import execute
@@ -73,13 +71,14 @@ _ID_BYTES = 8
 class RoutingArg:
     """Passes a routing to a planned call. All are equal in a key: the plan does not depend on it.
 
-    Emptied after the call, since the plan cache keeps the first one.
+    Emptied after the call, since the plan cache keeps the first one. Without one, ids are exchanged
+    again.
     """
 
     __slots__ = ("routing",)
 
-    def __init__(self, routing: Routing) -> None:
-        self.routing: Routing | None = routing
+    def __init__(self, routing: Routing | None) -> None:
+        self.routing = routing
 
     def __eq__(self, other: object) -> bool:
         return type(other) is RoutingArg
@@ -215,19 +214,20 @@ def _sent(call: Call) -> tuple[tuple[CollectiveCost, ...], tuple[CollectiveCost,
 # -- backward --------------------------------------------------------------------------------
 
 
-def returned_grad(
+def lookup_grad(
     grad: torch.Tensor,
     ids: torch.Tensor,
     num_rows: int,
     padding_idx: int,
+    by_freq: bool = False,
     sparse: bool = False,
     routing_arg: RoutingArg | None = None,
 ) -> Any:
-    """The gradient of a table whose ids were exchanged: each row's is sent to its owner.
+    """The gradient of a table; where ids were exchanged, each row's is sent to its owner.
 
     With `sparse`, on DTensors, it is one SparseRows.
     """
-    whole = aten.embedding_dense_backward(grad, ids, num_rows, padding_idx, False)
+    whole = _table_grad(grad, ids, num_rows, padding_idx, by_freq)
     return (whole,) if sparse else whole
 
 
@@ -237,15 +237,20 @@ def _returned(
     ids: torch.Tensor,
     num_rows: int,
     padding_idx: int,
+    by_freq: bool = False,
     sparse: bool = False,
     routing_arg: RoutingArg | None = None,
 ) -> Any:
     table = layouts[-1]
-    routing = routing_arg.routing if routing_arg is not None else None
-    if routing is None:
-        if not _exchanges(table, layouts[1]):
-            return _gathered_grad(layouts, grad, ids, num_rows, padding_idx, sparse)
+    routing = None if routing_arg is None else routing_arg.routing
+    if routing is None and routing_arg is not None and _exchanges(table, layouts[1]):
         routing = _route(table, layouts[1], ids)
+    if routing is None:
+        met = shared_axes(table, layouts[1])
+        grad, grad_there = everywhere(grad, layouts[0], met)
+        ids, ids_there = everywhere(ids, layouts[1], met)
+        whole = (grad_there, ids_there, table)
+        return table_grad(whole, grad, ids, num_rows, padding_idx, by_freq, sparse)
 
     def flat(_: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return grad.reshape(ids.numel(), grad.shape[-1])
@@ -269,30 +274,15 @@ def _returned(
     return each_rank(table.grid, dense, mine, values, axes=row_axes)
 
 
-def _gathered_grad(
-    layouts: Sequence[Layout],
-    grad: torch.Tensor,
-    ids: torch.Tensor,
-    num_rows: int,
-    padding_idx: int,
-    sparse: bool,
-) -> Any:
-    grad_layout, ids_layout, table = layouts
-    met = shared_axes(table, ids_layout)
-    grad, grad_there = everywhere(grad, grad_layout, met)
-    ids, ids_there = everywhere(ids, ids_layout, met)
-    fn = SPARSE_GRAD.fn if sparse else table_grad
-    return fn((grad_there, ids_there, table), grad, ids, num_rows, padding_idx, False)
-
-
 RETURNED = LocalCall(_returned, collective=True)
 
 
 def _returned_choices(call: Call) -> Iterator[Choice]:
     """Operands: the gradient of the rows that were looked up, and the ids."""
     wanted = call.wanted[0] if call.wanted else None
-    if not (isinstance(wanted, Shard) and wanted.dim == 0):
-        yield from lookup_grad_choices(call, RETURNED, by_freq=False)
+    was_exchanged = call.argument("routing_arg") is not None
+    if not was_exchanged or not (isinstance(wanted, Shard) and wanted.dim == 0):
+        yield from lookup_grad_choices(call, RETURNED, call.argument("by_freq"))
         return
     grad, ids = call.inputs
     row_bytes = math.prod(grad.shape) * grad.dtype.itemsize / max(call.axis_size, 1)
@@ -323,21 +313,12 @@ class EmbeddingLookup(UntracedFunction):
         num_rows = layout.shape[0]
         if torch.is_grad_enabled() and not sparse:  # double backward
             found = LookupGrad.apply(grad, ids, layout, padding_idx, by_freq)
-        elif routing is not None:
-            routing_arg = RoutingArg(routing)
-            found = run(
-                returned_grad,
-                grad,
-                ids,
-                num_rows,
-                padding_idx,
-                sparse,
-                routing_arg,
-                preferred=layout,
-            )
-            routing_arg.routing = None
-        elif sparse:
-            found = run(sparse_grad, grad, ids, num_rows, padding_idx, by_freq, preferred=layout)
+        elif routing is not None or sparse:
+            routing_arg = None if routing is None else RoutingArg(routing)
+            options = (num_rows, padding_idx, by_freq, sparse, routing_arg)
+            found = run(lookup_grad, grad, ids, *options, preferred=layout)
+            if routing_arg is not None:
+                routing_arg.routing = None
         else:
             found = run(_table_grad, grad, ids, num_rows, padding_idx, by_freq, preferred=layout)
         return RowSparse.of(*found) if sparse else found, None, None
@@ -394,7 +375,7 @@ def embedding(
 
 RULES: Table = table(
     ((routed_lookup,), Rule(_routed_choices, "v d, ... -> ... d")),
-    ((returned_grad,), Rule(_returned_choices, "... d, ... -> v d")),
+    ((lookup_grad,), Rule(_returned_choices, "... d, ... -> v d")),
 )
 
 

@@ -1,4 +1,4 @@
-"""Lookups in a table, the table's gradient, and rows that are scaled down to a maximal norm.
+"""Lookups in a table, rows that are scaled down to a maximal norm, and rows of a sparse gradient.
 
 Rows may be sharded: a rank then looks up the ids that it owns and returns zeros for the others,
 so that the ranks' results add up. Columns may be sharded: the result is sharded alike. The ids may
@@ -7,9 +7,7 @@ be sharded along any dim if the table is whole; where both are sharded, see `emb
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ import torch
 from shardwise._torch.functions import check_size
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate
-from shardwise.core.placements import REPLICATE, MaskPartial, Partial, Placement, Shard
+from shardwise.core.placements import REPLICATE, MaskPartial, Shard
 from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, linear_choices, table
 from shardwise.lookup.ids import check_ids, has_values, local_rows, owned
 from shardwise.simulation.ranks import each_rank
@@ -84,10 +82,6 @@ _library.impl("picked_rows", _pick, "CompositeExplicitAutograd")
 torch.library.register_fake("shardwise::picked_rows", _picked_shapes, lib=_library)
 
 aten = torch.ops.aten
-# Without the Python method around it, which takes a microsecond.
-_dense_backward = aten.embedding_dense_backward.default._op
-#: Up to this many ids, torch's CPU kernel is faster than the calls that replace it.
-_FEW_IDS = 64
 #: From this many ids on, selecting the owned ones is faster than reading a row for each.
 _MANY_IDS = 1024
 
@@ -157,125 +151,6 @@ def mask_partial(call: Call) -> MaskPartial:
     weight = call.inputs[0]
     known = all(type(s) is int for s in weight.shape)
     return MaskPartial(logical_shape=tuple(weight.shape) if known else (), logical_dim=0)
-
-
-# -- its gradient ----------------------------------------------------------------------------
-
-
-def table_grad(
-    layouts: Sequence[Layout],
-    grad: torch.Tensor,
-    ids: torch.Tensor,
-    num_rows: int,
-    padding_idx: int,
-    by_freq: bool,
-) -> torch.Tensor:
-    """The gradient of the rows that this rank owns; no other row is materialised."""
-    table = layouts[-1]
-    # Torch's CPU kernel takes several times as long as adding rows, except for few ids. The CUDA
-    # kernel adds in a fixed order, and the compiler knows it.
-    few = type(ids) is torch.Tensor and ids.numel() <= _FEW_IDS
-    by_hand = has_values(ids) and not ids.is_cuda and not few
-
-    def here(coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        shape = (table.local_shape(coordinate)[0], grad.shape[-1])
-        fn = _added_rows if by_hand else _masked_grad
-        return fn(table, coordinate, shape, grad, ids, padding_idx, by_freq)
-
-    return each_rank(table.grid, here, grad, ids, axes=table.axes_of(0))
-
-
-def _added_rows(
-    table: Layout,
-    coordinate: Coordinate,
-    shape: tuple[int, int],
-    grad: torch.Tensor,
-    ids: torch.Tensor,
-    padding_idx: int,
-    by_freq: bool,
-) -> torch.Tensor:
-    rows, values = owned_values(table, coordinate, grad, ids, padding_idx)
-    if by_freq:
-        values = values / times(rows).unsqueeze(-1)
-    return values.new_zeros(shape).index_add_(0, rows, values)
-
-
-def owned_values(
-    table: Layout, coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor, padding_idx: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The local rows that get a gradient, with repeats, and the gradient of each."""
-    rows, places = owned(table, coordinate, ids.reshape(-1), padding_idx)
-    values = grad.reshape(ids.numel(), grad.shape[-1])
-    return rows, values if places is None else values.index_select(0, places)
-
-
-def _masked_grad(
-    table: Layout,
-    coordinate: Coordinate,
-    shape: tuple[int, int],
-    grad: torch.Tensor,
-    ids: torch.Tensor,
-    padding_idx: int,
-    by_freq: bool,
-) -> torch.Tensor:
-    """As `_added_rows`, without data-dependent sizes."""
-    if any(type(size) is int and size == 0 for size in shape):  # torch's kernel fails on CUDA
-        return grad.new_zeros(shape)
-    if not table.axes_of(0):  # rows are not sharded
-        return _dense_backward(grad, ids, shape[0], padding_idx, by_freq)
-    row, skipped = local_rows(table, coordinate, ids)
-    if padding_idx >= 0:
-        skipped = skipped | (ids == padding_idx)
-    if by_freq:
-        counts = torch.zeros(shape[0], dtype=grad.dtype, device=grad.device)
-        counts = counts.index_add(0, row.reshape(-1), (~skipped).reshape(-1).to(grad.dtype))
-        grad = grad / counts[row].clamp(min=1).unsqueeze(-1)
-    return grad_of_rows(grad, row, skipped, shape[0])
-
-
-def grad_of_rows(
-    grad: torch.Tensor, row: torch.Tensor, skipped: torch.Tensor, num_rows: Any
-) -> torch.Tensor:
-    """The gradient of a table of `num_rows` from that of each lookup; skipped ones add nothing."""
-    # Skipped ids become the padding index, which needs no copy of the gradient.
-    if not grad.is_cuda:
-        return _dense_backward(grad, row.masked_fill(skipped, -1), num_rows, -1, False)
-    # On CUDA the padding index must be a row: an extra one.
-    row = row.masked_fill(skipped, num_rows)
-    return _dense_backward(grad, row, num_rows + 1, num_rows, False)[:num_rows]
-
-
-def lookup_grad_choices(call: Call, local: LocalCall, by_freq: bool) -> Iterator[Choice]:
-    """Operands: the gradient of the rows that were looked up, and the ids."""
-    last = call.inputs[1].ndim
-    yield Choice((REPLICATE, REPLICATE), (REPLICATE,), local)
-    wanted = call.wanted[0] if call.wanted else None
-    columns = call.splits([(0, last)])
-    if isinstance(wanted, Shard) and wanted.dim == 0:
-        yield Choice((REPLICATE, REPLICATE), (wanted,), local)
-    elif isinstance(wanted, Shard) and wanted.sizes not in columns:
-        columns.append(wanted.sizes)
-    for sizes in columns:
-        yield Choice((Shard(last, sizes), REPLICATE), (Shard(1, sizes),), local)
-    # With scale_grad_by_freq a rank would need the counts of all ranks.
-    if not by_freq:
-        for dim in range(last):
-            for sizes in call.splits([(0, dim), (1, dim)]):
-                both: tuple[Placement, ...] = (Shard(dim, sizes), Shard(dim, sizes))
-                yield Choice(both, (Partial("sum"),), local)
-    for choice in linear_choices(call, ((0,),)):
-        yield Choice(choice.inputs, choice.outputs, local)
-
-
-TABLE_GRAD = LocalCall(table_grad, collective=True)
-
-
-def _table_grad_choices(call: Call) -> Iterator[Choice]:
-    sizes = call.inputs[1].shape
-    few = all(type(size) is int for size in sizes) and math.prod(sizes) <= _FEW_IDS
-    for choice in lookup_grad_choices(call, TABLE_GRAD, call.args[4]):
-        rows_sharded = choice.outputs[0].is_shard(0)
-        yield choice if rows_sharded or not few else replace(choice, local=None)
 
 
 # -- rows of a maximal norm ------------------------------------------------------------------
@@ -355,65 +230,7 @@ class SparseRows:
         return each_rank(layout.grid, here, self.rows, self.values, axes=axes)
 
 
-def sparse_grad(
-    grad: torch.Tensor, ids: torch.Tensor, num_rows: int, padding_idx: int, by_freq: bool
-) -> tuple[torch.Tensor]:
-    """The gradient of a table; on DTensors, as SparseRows."""
-    return (torch.ops.aten.embedding_dense_backward(grad, ids, num_rows, padding_idx, by_freq),)
-
-
-def _sparse_grad(
-    layouts: Sequence[Layout],
-    grad: torch.Tensor,
-    ids: torch.Tensor,
-    num_rows: int,
-    padding_idx: int,
-    by_freq: bool,
-) -> tuple[SparseRows]:
-    table, known = layouts[-1], has_values(ids)
-
-    def here(coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> Any:
-        if not known:
-            return _traced_values(table, coordinate, grad, ids, padding_idx, by_freq)
-        rows, values = owned_values(table, coordinate, grad, ids, padding_idx)
-        if by_freq:
-            values = values / times(rows).unsqueeze(-1)
-        return rows, values
-
-    return (SparseRows(table, *each_rank(table.grid, here, grad, ids, axes=table.axes_of(0))),)
-
-
-def _traced_values(
-    table: Layout,
-    coordinate: Coordinate,
-    grad: torch.Tensor,
-    ids: torch.Tensor,
-    padding_idx: int,
-    by_freq: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `owned_values`, in a traced graph."""
-    rows, keep = ids.reshape(-1), None
-    values = grad.reshape(ids.numel(), grad.shape[-1])
-    if padding_idx >= 0:
-        keep = rows != padding_idx
-    if table.axes_of(0):
-        if not table.box(coordinate)[1][0]:
-            return rows[:0], values[:0]
-        rows, foreign = local_rows(table, coordinate, rows)
-        keep = ~foreign if keep is None else keep & ~foreign
-    return picked_rows(keep, rows, values, by_freq)
-
-
-SPARSE_GRAD = LocalCall(_sparse_grad, collective=True)
-
-
-def _sparse_grad_choices(call: Call) -> Iterator[Choice]:
-    return lookup_grad_choices(call, SPARSE_GRAD, call.args[4])
-
-
 RULES: Table = table(
     ((aten.embedding.default,), Rule(lookup_choices, "[v] d, ... -> ... d")),
-    ((aten.embedding_dense_backward.default,), Rule(_table_grad_choices, "... d, ... -> v d")),
     ((aten.embedding_renorm_.default,), Rule(_renorm_choices, "v [d], ... -> v [d]")),
-    ((sparse_grad,), Rule(_sparse_grad_choices, "... d, ... -> v d")),
 )
