@@ -362,51 +362,31 @@ def _rows_of(stacks: Stacks, place: int, stack: int, rows: dict[int, Rows]) -> R
 
 def table_gradient(
     stacks: Stacks, table: int, rows: Sequence[dict[int, Rows]], *, sparse: bool
-) -> torch.Tensor | None:
+) -> torch.Tensor:
     """The gradient of a table's parameter, from the row gradients of its stacks."""
-    numbers, values = [], []
+    found: list[Rows] = []
     for place, rank in enumerate(stacks.ranks):
-        shard = stacks.tiling.shard_on(table, rank)
-        weight = stacks.weights[place][shard.stack] if shard is not None else None
-        found = rows[place].get(shard.stack) if shard is not None else None
-        if shard is None or found is None or weight is None:
+        shard, first = stacks.tiling.shard_on(table, rank), stacks.first_copy[place]
+        if shard is None:
             nothing = stacks.nothing_of(table)
-            numbers.append(torch.empty(0, dtype=torch.int64, device=nothing.device))
-            values.append(nothing[:0] if nothing.shape[0] else nothing)
-            continue
-        first = stacks.first_copy[place]
-        if first < place and stacks.tiling.splits[table].replicated:
-            here = (numbers[first], values[first])  # the same on every rank, and stored once
+            found.append((torch.empty(0, dtype=torch.int64, device=nothing.device), nothing[:0]))
+        elif first < place and stacks.tiling.splits[table].replicated:
+            found.append(found[first])  # the same on every rank, and stored once
         else:
-            here = _between(found, shard)
-        numbers.append(here[0])
-        values.append(here[1])
-    if stacks.grid is None:
-        one = stacks.tiling.tables[table]
-        shape = (one.num_embeddings, one.embedding_dim)
-        if not sparse:
-            return values[0].new_zeros(shape).index_copy_(0, numbers[0], values[0])
-        return torch.sparse_coo_tensor(
-            numbers[0].unsqueeze(0), values[0], shape, check_invariants=False, is_coalesced=True
+            found.append(_between(_rows_of(stacks, place, shard.stack, rows[place]), shard))
+    if stacks.grid is not None:
+        numbers, values = (
+            one_tensor(stacks.grid, column, sized=False) for column in zip(*found, strict=True)
         )
-    if sparse:
-        return make_row_sparse(
-            stacks.layout(table),
-            one_tensor(stacks.grid, numbers, sized=False),
-            one_tensor(stacks.grid, values, sized=False),
-            coalesced=True,
-        )
-    dense: list[torch.Tensor] = []
-    for place, (rank, at, value) in enumerate(zip(stacks.ranks, numbers, values, strict=True)):
-        shard = stacks.tiling.shard_on(table, rank)
-        first = stacks.first_copy[place]
-        if first < place and stacks.tiling.splits[table].replicated:
-            dense.append(dense[first])
-            continue
-        empty = tuple(stacks.nothing_of(table).shape)
-        size = empty if shard is None else (shard.num_rows, shard.width)
-        dense.append(value.new_zeros(size).index_copy_(0, at, value))
-    return stacks.wrap(table, dense)
+        gradient = make_row_sparse(stacks.layout(table), numbers, values, coalesced=True)
+        return gradient if sparse else gradient.terms()
+    (numbers, values), one = found[0], stacks.tiling.tables[table]
+    shape = (one.num_embeddings, one.embedding_dim)
+    if not sparse:
+        return values.new_zeros(shape).index_add_(0, numbers, values)
+    return torch.sparse_coo_tensor(
+        numbers.unsqueeze(0), values, shape, check_invariants=False, is_coalesced=True
+    )
 
 
 def _between(rows: Rows, shard: TableShard) -> Rows:

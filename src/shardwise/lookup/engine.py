@@ -8,7 +8,7 @@ the ranks present, one after another: one in a real process, all in a simulated 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -137,24 +137,30 @@ def assemble_output(
     route: Route, step: RankStep, flat: torch.Tensor, local: dict[int, torch.Tensor], joined: bool
 ) -> list[torch.Tensor]:
     """One tensor per feature, or one with all of them side by side, from the received rows."""
-    if joined and route.strips is not None:
-        return [_assemble_strips(route, step, flat)]
     counts = _row_counts(route, step)
-    parts: list[Any] = [None] * len(_all_legs(route))
+    by_strips = joined and route.strips is not None
+    whole = flat.new_empty(int(counts[0]), sum(route.dims)) if by_strips else flat
+    parts: list[Any] = [None] * route.columns.num_parts
     of_groups: list[list[torch.Tensor]] = [[] for _ in route.groups]
     for block, rows in block_views(route, step, flat):
-        if block.group < 0:
-            parts[block.legs] = rows.split(counts[block.features].tolist())
-        else:
+        if block.group >= 0:
             of_groups[block.group].append(rows)
+        elif by_strips:
+            target = route.strip(block).of(whole)
+            target.copy_(rows.view(target.shape))
+        else:
+            parts[block.parts] = rows.split(counts[block.features].tolist())
     for number, (group, found) in enumerate(zip(route.groups, of_groups, strict=True)):
+        if by_strips:
+            _pooled(step, number, found, out=route.strip(group).of(whole))
+            continue
         rows = _put_back(step, number, found) if not route.pooled else _pooled(step, number, found)
-        parts += rows.split(counts[group.features].tolist())
+        parts[group.parts] = rows.split(counts[group.features].tolist())
     for block in route.local_blocks[step.rank]:
-        parts += local[block.stack].split(counts[block.features].tolist())
-    in_order = route.columns.in_order(parts)
+        parts[block.parts] = local[block.stack].split(counts[block.features].tolist())
+    in_order = () if by_strips else route.columns.in_order(parts)
     if joined:
-        whole = torch.cat(in_order, 1)
+        whole = whole if by_strips else torch.cat(in_order, 1)
         _average(route, step, whole.split(route.dims, dim=1))
         return [whole]
     outputs = [
@@ -165,28 +171,8 @@ def assemble_output(
     return outputs if step.repeats is None else step.repeats.spread(outputs)
 
 
-def _all_legs(route: Route) -> range:
-    return range(sum(map(len, route.legs)))
-
-
 def _row_counts(route: Route, step: RankStep) -> np.ndarray:
     return step.packed.num_bags if route.pooled else step.packed.num_ids
-
-
-def _assemble_strips(route: Route, step: RankStep, flat: torch.Tensor) -> torch.Tensor:
-    """All features side by side, a block at a time."""
-    whole = flat.new_empty(int(step.bags.num_bags[0]), sum(route.dims))
-    of_groups: list[list[torch.Tensor]] = [[] for _ in route.groups]
-    for block, rows in block_views(route, step, flat):
-        if block.group < 0:
-            target = route.strip(block).of(whole)
-            target.copy_(rows.view(target.shape))
-        else:
-            of_groups[block.group].append(rows)
-    for number, (group, found) in enumerate(zip(route.groups, of_groups, strict=True)):
-        _pooled(step, number, found, out=route.strip(group).of(whole))
-    _average(route, step, whole.split(route.dims, dim=1))
-    return whole
 
 
 def _pooled(
@@ -249,60 +235,60 @@ def flatten_gradients(
         grads = [sample, *grads[1:]]
     sizes = [step.packed.rows_of(route, b) * b.width for each in route.blocks for b in each]
     flat = scratch.numbers(sum(sizes), sample.dtype, sample.device)
-    if joined and route.strips is not None:
-        _flatten_strips(route, step, sample, scale, flat)
-        return flat, {}
-    parts = route.columns.numbered(_columns_of(route, step, grads, joined))
+    copy = _copy_of_gradients(route, step, grads, scale, joined)
     first_of_group: dict[int, torch.Tensor] = {}
     for block, rows in block_views(route, step, flat):
         if block.group < 0:
-            _fill(rows, parts[block.legs], scale)
-            continue
-        if not route.pooled or step.packed.by_id[block.group]:
+            copy(block, rows)
+        elif not route.pooled or step.packed.by_id[block.group]:
             if block.group not in first_of_group:
-                first_of_group[block.group] = _to_owners(route, step, block.group, parts, scale)
+                group = route.groups[block.group]
+                num = int(_row_counts(route, step)[group.features].sum())
+                of_group = sample.new_empty(num, block.width)
+                copy(group, of_group)
+                first_of_group[block.group] = _to_owners(route, step, block.group, of_group)
             rows.copy_(_for_owner(route, step, block, first_of_group[block.group]))
         elif block.group in first_of_group:
             rows.copy_(first_of_group[block.group])  # owners of other rows get the same
         else:
             first_of_group[block.group] = rows
-            _fill(rows, _of_group(route, block.group, parts), scale)
+            copy(route.groups[block.group], rows)
     local = {}
-    at = route.columns.num_parts - len(route.local[step.rank])
     for block in route.local_blocks[step.rank]:
-        num = step.local_requests[block.stack].total_rows
-        rows = sample.new_empty(num, block.width)
-        _fill(rows, parts[at + block.legs.start : at + block.legs.stop], scale)
+        rows = sample.new_empty(step.local_requests[block.stack].total_rows, block.width)
+        copy(block, rows)
         local[block.stack] = rows
     return flat, local
 
 
-def _flatten_strips(
-    route: Route, step: RankStep, grad: torch.Tensor, scale: float, flat: torch.Tensor
-) -> None:
-    """The gradient of all features side by side, a block at a time."""
-    if route.means:
-        grad = grad.clone()
-        _average(route, step, grad.split(route.dims, dim=1))
-    first_of_group: dict[int, torch.Tensor] = {}
-    for block, rows in block_views(route, step, flat):
-        by_id = block.group >= 0 and step.packed.by_id[block.group]
-        if by_id and block.group not in first_of_group:
-            of_features = route.strip(route.groups[block.group]).of(grad)
-            first_of_group[block.group] = _spread_out(
-                step.packed.split[block.group], of_features.reshape(-1, block.width) * scale
-            )
-        if by_id:
-            rows.copy_(_for_owner(route, step, block, first_of_group[block.group]))
-            continue
-        if block.group in first_of_group:
-            rows.copy_(first_of_group[block.group])  # owners of other rows get the same
-            continue
-        where = block if block.group < 0 else route.groups[block.group]
-        of_features = route.strip(where).of(grad)
-        torch.mul(of_features, scale, out=rows.view(of_features.shape))
-        if block.group >= 0:
-            first_of_group[block.group] = rows
+def _copy_of_gradients(
+    route: Route,
+    step: RankStep,
+    grads: Sequence[torch.Tensor | None],
+    scale: float,
+    joined: bool,
+) -> Callable[[LegBlock | RowGroup, torch.Tensor], None]:
+    """A function that copies the gradients of a block or group, times `scale`."""
+    if joined and route.strips is not None:
+        (whole,) = grads
+        assert whole is not None, "zeros stand for a missing gradient"
+        if route.means:
+            whole = whole.clone()
+            _average(route, step, whole.split(route.dims, dim=1))
+
+        def copy_strip(where: LegBlock | RowGroup, rows: torch.Tensor) -> None:
+            of_features = route.strip(where).of(whole)
+            torch.mul(of_features, scale, out=rows.view(of_features.shape))
+
+        return copy_strip
+    parts = route.columns.numbered(_columns_of(route, step, grads, joined))
+
+    def copy(where: LegBlock | RowGroup, rows: torch.Tensor) -> None:
+        torch.cat(parts[where.parts], out=rows)
+        if scale != 1:
+            rows.mul_(scale)
+
+    return copy
 
 
 def _columns_of(
@@ -332,26 +318,10 @@ def _columns_of(
     return found
 
 
-def _fill(rows: torch.Tensor, parts: Sequence[torch.Tensor], scale: float) -> None:
-    torch.cat(list(parts), out=rows)
-    if scale != 1:
-        rows.mul_(scale)
-
-
-def _of_group(route: Route, number: int, parts: Sequence[Any]) -> Sequence[torch.Tensor]:
-    groups: Sequence[RowGroup] = route.groups
-    first = len(_all_legs(route)) + sum(g.features.shape[0] for g in groups[:number])
-    return parts[first : first + groups[number].features.shape[0]]
-
-
-def _to_owners(
-    route: Route, step: RankStep, number: int, parts: Sequence[Any], scale: float
-) -> torch.Tensor:
+def _to_owners(route: Route, step: RankStep, number: int, rows: torch.Tensor) -> torch.Tensor:
     """The gradients of a group's rows in the order of owners."""
-    split, rows = step.packed.split[number], torch.cat(list(_of_group(route, number, parts)))
-    if route.pooled:
-        return _spread_out(split, rows.mul_(scale))
-    return rows.index_select(0, split.order).mul_(scale)
+    split = step.packed.split[number]
+    return _spread_out(split, rows) if route.pooled else rows.index_select(0, split.order)
 
 
 def _for_owner(route: Route, step: RankStep, block: LegBlock, rows: torch.Tensor) -> torch.Tensor:

@@ -43,12 +43,12 @@ class FeatureRoute:
 class LegBlock:
     """Neighbouring legs to one stack of a rank; see Note [Blocks]."""
 
-    def __init__(self, legs: Sequence[FeatureRoute], first_leg: int) -> None:
+    def __init__(self, legs: Sequence[FeatureRoute], first_part: int) -> None:
         shards = [leg.shard for leg in legs]
         self.stack, self.group = shards[0].stack, legs[0].group
         self.width, self.rank = shards[0].width, shards[0].rank
-        #: The places of its legs among all legs.
-        self.legs = slice(first_leg, first_leg + len(legs))
+        #: The numbers of its legs; see `Columns`.
+        self.parts = slice(first_part, first_part + len(legs))
         self.features = np.array([leg.feature for leg in legs])
         self.of_features = picker(self.features.tolist())
         #: What is added to an id of the table, to count from the first row of the stack.
@@ -118,12 +118,15 @@ class RowIntervals:
 class RowGroup:
     """The features whose tables are split by rows over the same ranks, and have one width."""
 
-    def __init__(self, legs: Sequence[FeatureRoute], tiling: TableTiling) -> None:
+    def __init__(self, legs: Sequence[FeatureRoute], tiling: TableTiling, first_part: int) -> None:
         self.features = np.array(list(dict.fromkeys(leg.feature for leg in legs)))
+        #: The numbers of its features; see `Columns`.
+        self.parts = slice(first_part, first_part + self.features.shape[0])
         self.of_features = picker(self.features.tolist())
         of_feature = {leg.feature: leg.table for leg in legs}
         tables = [of_feature[feature] for feature in self.features.tolist()]
         self.width = tiling.tables[tables[0]].embedding_dim
+        self.columns = {(0, self.width)}
         self.owners = [r for r, size in enumerate(tiling.splits[tables[0]].sizes) if size]
         self.owner_at = {rank: place for place, rank in enumerate(self.owners)}
         #: Rows per shard of each feature's table; the last owners may have fewer.
@@ -173,14 +176,18 @@ class Route:
         self.legs: tuple[tuple[FeatureRoute, ...], ...] = _in_order(legs)
         #: Per rank, the legs to replicated tables, which need no exchange.
         self.local: tuple[tuple[FeatureRoute, ...], ...] = _in_order(local)
-        first_legs = np.cumsum([0, *(len(each) for each in self.legs)]).tolist()
-        self.blocks = tuple(_blocks(*each) for each in zip(self.legs, first_legs, strict=False))
-        self.local_blocks = tuple(_blocks(each, 0) for each in self.local)
+        *first_legs, num = np.cumsum([0, *(len(each) for each in self.legs)]).tolist()
+        self.blocks = tuple(_blocks(*each) for each in zip(self.legs, first_legs, strict=True))
         #: Per rank, the first rank that gets the same message: it has other columns of the tables.
         self.like = _alike(self.legs)
         everywhere = [leg for each in self.legs for leg in each if leg.split]
-        in_group = [[leg for leg in everywhere if leg.group == g] for g in range(max(groups) + 1)]
-        self.groups = [RowGroup(each, tiling) for each in in_group]
+        self.groups: list[RowGroup] = []
+        for number in range(max(groups) + 1):
+            mine = [leg for leg in everywhere if leg.group == number]
+            self.groups.append(RowGroup(mine, tiling, num))
+            num = self.groups[-1].parts.stop
+        # Replicated tables are the same on every rank, and so are the legs to them.
+        self.local_blocks = tuple(_blocks(each, num) for each in self.local)
         #: Per feature, what most owners of its table add to an id.
         self.shifts = np.zeros(self.num_features, dtype=np.int64)
         for block in (block for each in self.blocks for block in each if block.group < 0):
@@ -219,12 +226,10 @@ class Route:
     def _strips(self) -> dict[tuple[int, int], Strip] | None:
         starts = np.cumsum([0, *self.dims])
         found = {}
-        pieces: list[tuple[Any, set[tuple[int, int]]]] = [
-            (block, block.columns) for each in self.blocks for block in each if block.group < 0
-        ]
-        pieces += [(group, {(0, group.width)}) for group in self.groups]
-        for piece, columns in pieces:
-            features = piece.features
+        pieces: list[LegBlock | RowGroup] = [*self.groups]
+        pieces += [block for each in self.blocks for block in each if block.group < 0]
+        for piece in pieces:
+            features, columns = piece.features, piece.columns
             dims = {self.dims[feature] for feature in features.tolist()}
             if len(columns) > 1 or len(dims) > 1 or (np.diff(features) != 1).any():
                 return None
@@ -237,8 +242,7 @@ class Route:
     def strip(self, where: LegBlock | RowGroup) -> Strip:
         """The strip of a block or group."""
         assert self.strips is not None, "asked only where all have strips"
-        first = next(iter(where.columns))[0] if isinstance(where, LegBlock) else 0
-        return self.strips[int(where.features[0]), first]
+        return self.strips[int(where.features[0]), next(iter(where.columns))[0]]
 
 
 class Columns:
@@ -251,14 +255,12 @@ class Columns:
     def __init__(self, route: Route) -> None:
         legs = [leg for each in route.legs for leg in each]
         parts = [(leg.feature, leg.shard.columns, n) for n, leg in enumerate(legs) if not leg.split]
-        num = len(legs)
         for group in route.groups:
-            whole = (0, group.width)
-            parts += [(f, whole, num + n) for n, f in enumerate(group.features.tolist())]
-            num += group.features.shape[0]
-        # Replicated tables are the same on every rank, and so are the legs to them.
+            of_group = enumerate(group.features.tolist(), group.parts.start)
+            parts += [(feature, (0, group.width), number) for number, feature in of_group]
+        num = route.groups[-1].parts.stop if route.groups else len(legs)
         local = route.local[0]
-        parts += [(leg.feature, leg.shard.columns, num + n) for n, leg in enumerate(local)]
+        parts += [(leg.feature, leg.shard.columns, n) for n, leg in enumerate(local, num)]
         parts.sort()
         #: Numbers of parts in the order of columns, and their widths.
         self.numbers = [number for _, _, number in parts]
@@ -284,14 +286,14 @@ def _in_order(legs: Sequence[Sequence[FeatureRoute]]) -> tuple[tuple[FeatureRout
     return tuple(tuple(sorted(each, key=place)) for each in legs)
 
 
-def _blocks(legs: Sequence[FeatureRoute], first_leg: int) -> tuple[LegBlock, ...]:
+def _blocks(legs: Sequence[FeatureRoute], first_part: int) -> tuple[LegBlock, ...]:
     kinds: dict[tuple[int, int], list[FeatureRoute]] = {}
     for leg in legs:
         kinds.setdefault((leg.shard.stack, leg.group), []).append(leg)
     found = []
     for members in kinds.values():
-        found.append(LegBlock(members, first_leg))
-        first_leg += len(members)
+        found.append(LegBlock(members, first_part))
+        first_part += len(members)
     return tuple(found)
 
 

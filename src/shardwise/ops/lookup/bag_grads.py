@@ -239,7 +239,8 @@ def _values_of_ids(
     if mode == MODE_MEAN:
         grad = grad / bags.sizes()
     if bags.offsets is None:
-        values = grad.unsqueeze(1).expand(-1, bags.ids.shape[1], -1)
+        values = grad.unsqueeze(1)
+        values = values if bags.single else values.expand(-1, bags.ids.shape[1], -1)
     else:
         bag = bags.bag_of(bags.places)
         skipped = skipped | (bag >= grad.shape[0])
