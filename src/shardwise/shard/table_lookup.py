@@ -36,6 +36,7 @@ from shardwise.lookup.routing import Route
 from shardwise.lookup.scratch import Scratch
 from shardwise.lookup.step import RankStep, needs_backward
 from shardwise.lookup.tiling import Table, tiling_of_one
+from shardwise.ops.lookup.embedding_rules import times
 from shardwise.ops.lookup.row_sparse import make as make_row_sparse
 from shardwise.shard.spec import (
     DimSplit,
@@ -270,7 +271,25 @@ def _pooled(
     if lookup.by_frequency:
         rows = scaled_by_frequency(rows, own.ids)
     flat = None if weights is None else weights.reshape(-1)
-    return pool(rows, own.ids, own.lengths, mode, flat, lookup.padding_idx)
+    places = torch.arange(own.ids.numel(), device=rows.device)
+    if lookup.padding_idx is not None:
+        own = own.without(lookup.padding_idx)
+        assert own.kept is not None, "some ids may have been left out"
+        places, flat = own.kept, None if flat is None else flat.index_select(0, own.kept)
+    if not rows.numel():
+        return rows.new_zeros(own.lengths.numel(), rows.shape[1])
+    starts = own.lengths.cumsum(0) - own.lengths
+    return F.embedding_bag(places, rows, starts, mode=mode, per_sample_weights=flat)
+
+
+def scaled_by_frequency(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The rows; their gradient is divided by the id's frequency in this rank's batch."""
+    if not ids.numel() or not rows.requires_grad:
+        return rows
+    factor = 1 / times(ids).to(rows.dtype).unsqueeze(1)
+    rows = rows.view_as(rows)
+    rows.register_hook(lambda grad: grad * factor)
+    return rows
 
 
 # -- max_norm ------------------------------------------------------------------------------------
@@ -362,50 +381,6 @@ def lengths_of(
     if not include_last_offset:
         ends = torch.cat([ends, ends.new_tensor([ids.numel()])])
     return ends.diff()
-
-
-def pool(
-    rows: torch.Tensor,
-    ids: torch.Tensor,
-    lengths: torch.Tensor,
-    mode: str,
-    weights: torch.Tensor | None,
-    padding_idx: int | None,
-) -> torch.Tensor:
-    """The pooled bags out of one row per id; the padding id's rows do not count."""
-    starts = lengths.cumsum(0) - lengths
-    place = torch.arange(ids.numel(), device=ids.device)
-    padding = None
-    if padding_idx is not None:
-        # One more row stands for every padding id.
-        padding = ids.numel()
-        place = place.masked_fill(ids == padding_idx, padding)
-        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    if not rows.numel():
-        return rows.new_zeros(lengths.numel(), rows.shape[1])
-    return F.embedding_bag(
-        place, rows, starts, mode=mode, per_sample_weights=weights, padding_idx=padding
-    )
-
-
-def scaled_by_frequency(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The rows; their gradient is divided by the id's frequency in this rank's batch."""
-    if not ids.numel():
-        return rows
-    _, which, counts = torch.unique(ids, return_inverse=True, return_counts=True)
-    return ScaleRows.apply(rows, 1 / counts[which].to(rows.dtype).unsqueeze(1))
-
-
-class ScaleRows(UntracedFunction):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(factor)
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (factor,) = ctx.saved_tensors
-        return grad * factor, None
 
 
 def split_of(weight: ShardedTensor, what: str) -> DimSplit:
