@@ -14,7 +14,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 
 from shardwise.comm.agreement import Fault
 from shardwise.comm.watch import because
-from shardwise.core.mesh import Grid
+from shardwise.core.mesh import Coordinate, Grid
 from shardwise.core.untraced import UntracedFunction, differentiated_once
 from shardwise.core.world import world_caches
 from shardwise.effects import EffectOp
@@ -49,8 +48,8 @@ from shardwise.shard.spec import (
 )
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.simulation.ranks import (
-    each_rank,
     is_per_rank,
+    on_plain_ranks,
     one_tensor,
     part_per_rank,
     plain_if_equal,
@@ -109,7 +108,13 @@ def embedding(lookup: Lookup, ids: torch.Tensor) -> torch.Tensor:
     """A row for each of a rank's ids."""
     per_rank = part_per_rank(lookup.grid, ids)
     rows = _run(lookup, None, [local_bags(x, dtype_fault(x, "ids")) for x in per_rank])
-    return _OnEachRank.apply(lookup.grid, [partial(_shaped, lookup, x) for x in per_rank], rows)
+
+    def shaped(_: Coordinate, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if lookup.by_frequency:
+            rows = scaled_by_frequency(rows, ids.reshape(-1))
+        return rows.view(*ids.shape, rows.shape[-1])
+
+    return on_plain_ranks(lookup.grid, shaped, rows, ids)
 
 
 def embedding_bag(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
@@ -121,9 +126,13 @@ def embedding_bag(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
             own = [each.without(padding) for each in own]
         return _run(lookup, batch.mode, own, weights)
     rows = _run(lookup, None, own, weights)
-    pool = [partial(_pooled, lookup, batch.mode, each) for each in own]
+    left = iter(own)
+
+    def pooled(_: Coordinate, rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return _pooled(lookup, batch.mode, next(left), rows, *weights)
+
     samples = [] if weights is None else [weights]
-    return _OnEachRank.apply(lookup.grid, pool, rows, *samples)
+    return on_plain_ranks(lookup.grid, pooled, rows, *samples)
 
 
 def _run(
@@ -253,13 +262,6 @@ def _weight_gradient(ctx: Any, lookups: list[Any]) -> torch.Tensor:
 # -- on the requester ----------------------------------------------------------------------------
 
 
-def _shaped(lookup: Lookup, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """One row for each id of a batch of any shape."""
-    if lookup.by_frequency:
-        rows = scaled_by_frequency(rows, ids.reshape(-1))
-    return rows.view(*ids.shape, rows.shape[-1])
-
-
 def _pooled(
     lookup: Lookup,
     mode: str,
@@ -276,8 +278,8 @@ def _pooled(
         own = own.without(lookup.padding_idx)
         assert own.kept is not None, "some ids may have been left out"
         places, flat = own.kept, None if flat is None else flat.index_select(0, own.kept)
-    if not rows.numel():
-        return rows.new_zeros(own.lengths.numel(), rows.shape[1])
+    if not rows.numel():  # a part of the graph too: other ranks wait for its backward
+        return rows.new_zeros(own.lengths.numel(), rows.shape[1]) + rows.sum()
     starts = own.lengths.cumsum(0) - own.lengths
     return F.embedding_bag(places, rows, starts, mode=mode, per_sample_weights=flat)
 
@@ -493,64 +495,6 @@ class BagBatch:
             return local_bags(ids, fault)
         lengths = lengths_of(ids, offsets, self.include_last_offset)
         return local_bags(ids, None, lengths, weights)
-
-
-# -- stage ---------------------------------------------------------------------------------------
-# Local computation between two collectives, with its gradient.
-
-
-class Stage:
-    """A function that each rank runs locally, under torch's autograd."""
-
-    def __init__(self, needs: Sequence[bool]) -> None:
-        self.needs = needs
-        self.graphs: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
-
-    def run(
-        self, rank: int, fn: Callable[..., torch.Tensor], leaves: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        own = [x.detach().requires_grad_(n) for x, n in zip(leaves, self.needs, strict=True)]
-        with torch.set_grad_enabled(any(self.needs)):
-            result = fn(*own)
-        self.graphs[rank] = (own, result)
-        return result.detach()
-
-    def backward(self, grid: Grid, grad: torch.Tensor) -> list[torch.Tensor]:
-        """The gradient of every leaf; zeros where none is needed or there is none."""
-
-        def here(place: Any, mine: torch.Tensor) -> list[torch.Tensor]:
-            leaves, result = self.graphs[grid.ranks[place[0]]]
-            wanted = [x for x in leaves if x.requires_grad]
-            found: Any = []
-            if result.requires_grad:
-                found = torch.autograd.grad(
-                    result, wanted, mine, allow_unused=True, retain_graph=True
-                )
-            grads = dict(zip(map(id, wanted), found, strict=False))
-            given = [grads.get(id(x)) for x in leaves]
-            return [
-                torch.zeros_like(x) if g is None else g for x, g in zip(leaves, given, strict=True)
-            ]
-
-        return list(each_rank(grid, here, grad))
-
-
-class _OnEachRank(UntracedFunction):
-    """`apply(grid, fns, *tensors)`: the function of each rank present, on its own tensors."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, grid: Grid, fns: Sequence[Callable[..., torch.Tensor]], *tensors: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.grid, ctx.tensors, ctx.stage = grid, tensors, Stage(ctx.needs_input_grad[2:])
-        own = zip(*(part_per_rank(grid, x) for x in tensors), strict=True)
-        ranks = [grid.ranks[at] for at in ranks_present(grid)]
-        return one_tensor(grid, list(map(ctx.stage.run, ranks, fns, own)))
-
-    @staticmethod
-    @differentiated_once("a sharded module")
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return None, None, *map(like, ctx.stage.backward(ctx.grid, grad), ctx.tensors)
 
 
 # -- compile -------------------------------------------------------------------------------------
