@@ -48,12 +48,9 @@ from shardwise.shard.spec import (
 )
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.simulation.ranks import (
-    is_per_rank,
     on_plain_ranks,
     one_tensor,
     part_per_rank,
-    plain_if_equal,
-    sized,
 )
 
 _BACKEND = make_backend("auto")
@@ -96,7 +93,6 @@ class TableLookup:
     lookup: Lookup
     engine: Engine
     batch: PrefetchedBatch
-    own: list[LocalBags]
 
     def shards(self) -> Shards:
         weight = self.lookup.weight
@@ -141,28 +137,31 @@ def _run(
     """What the engine finds: pooled bags, or with `pooling=None` a row per id."""
     weight, grid = lookup.weight, lookup.grid
     engine = _engine(weight._tiling, pooling, weight.dtype, weight.grad_reduction == "mean")
-    samples = None if pooling is None else weights
-    trained = [x for x in (weight, weights) if getattr(x, "requires_grad", False)]
-    trained = trained if torch.is_grad_enabled() else []
+    train, weights_train = (
+        torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in (weight, weights)
+    )
     found = [
         _fault(lookup, n, each)
         or bags_of_one(
             each.ids,
             torch.ones_like(each.ids) if pooling is None else each.lengths,
             None if pooling is None else each.weights,
-            weights_train=any(x is samples for x in trained),
-            needs_backward=bool(trained),
+            weights_train=weights_train and pooling is not None,
+            needs_backward=train or weights_train,
         )
         for n, each in enumerate(own)
     ]
-    batch = PrefetchedBatch(engine.route, grid, found, samples, f"{lookup.what}: ")
-    call = TableLookup(lookup, engine, batch, own)
+    batch = PrefetchedBatch(engine.route, grid, found, None, f"{lookup.what}: ")
+    call = TableLookup(lookup, engine, batch)
     with because(lookup.what, implicit=False):
         steps = batch.arrive()
         if lookup.max_norm is not None:
             _shorten(call, steps, lookup.max_norm)
         # Every rank takes part in the exchange of gradients, or none does.
         start = _START if torch.is_grad_enabled() and needs_backward(steps) else None
+        samples, left = None, iter(own)
+        if pooling is not None and weights is not None:
+            samples = on_plain_ranks(grid, lambda _, own: next(left).flat(own), weights)
         return _TableLookup.apply(weight, call, samples, start)
 
 
@@ -195,7 +194,7 @@ class _TableLookup(UntracedFunction):
         samples: torch.Tensor | None,
         start: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.call, ctx.samples, ctx.shards = call, samples, call.shards()
+        ctx.call, ctx.shards = call, call.shards()
         found = call.engine.rows(ctx.shards, call.batch.arrive(), False)
         return one_tensor(call.lookup.grid, [rows for (rows,) in found])
 
@@ -209,28 +208,9 @@ class _TableLookup(UntracedFunction):
             )
         of_samples = None
         if found is not None and ctx.needs_input_grad[2]:
-            of_samples = like(one_tensor(call.lookup.grid, _put_back(ctx, found)), ctx.samples)
+            of_samples = one_tensor(call.lookup.grid, found)
         of_weight = _weight_gradient(ctx, lookups) if ctx.needs_input_grad[0] else None
         return of_weight, None, of_samples, None
-
-
-def like(grad: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor | None:
-    """A gradient per rank, or one for all if `x` is one tensor."""
-    if grad is None or x is None:
-        return None
-    return sized(grad) if is_per_rank(x) else plain_if_equal(sized(grad))
-
-
-def _put_back(ctx: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of samples' weights, in the samples' shape."""
-    call: TableLookup = ctx.call
-    samples = part_per_rank(call.lookup.grid, ctx.samples)
-    grads = []
-    for mine, bags, own in zip(found, call.own, samples, strict=True):
-        if bags.kept is not None:
-            mine = mine.new_zeros(own.numel()).index_copy_(0, bags.kept, mine)
-        grads.append(mine.view(own.shape).to(own.dtype))
-    return grads
 
 
 def _weight_gradient(ctx: Any, lookups: list[Any]) -> torch.Tensor:
@@ -272,12 +252,10 @@ def _pooled(
     """Rows to bags."""
     if lookup.by_frequency:
         rows = scaled_by_frequency(rows, own.ids)
-    flat = None if weights is None else weights.reshape(-1)
-    places = torch.arange(own.ids.numel(), device=rows.device)
     if lookup.padding_idx is not None:
         own = own.without(lookup.padding_idx)
-        assert own.kept is not None, "some ids may have been left out"
-        places, flat = own.kept, None if flat is None else flat.index_select(0, own.kept)
+    flat = None if weights is None else own.flat(weights)
+    places = torch.arange(rows.shape[0], device=rows.device) if own.kept is None else own.kept
     if not rows.numel():  # a part of the graph too: other ranks wait for its backward
         return rows.new_zeros(own.lengths.numel(), rows.shape[1]) + rows.sum()
     starts = own.lengths.cumsum(0) - own.lengths
@@ -443,6 +421,11 @@ class LocalBags:
     fault: str | None
     #: Where these ids were among those given; None for all.
     kept: torch.Tensor | None = None
+
+    def flat(self, weights: torch.Tensor) -> torch.Tensor:
+        """Of weights as they were given, those of these ids."""
+        flat = weights.reshape(-1)
+        return flat if self.kept is None else flat.index_select(0, self.kept)
 
     def without(self, padding_idx: int) -> LocalBags:
         """The ids that count."""
