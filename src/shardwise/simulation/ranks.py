@@ -91,7 +91,7 @@ def plain_if_equal(tensor: torch.Tensor, *, equal: bool = False) -> torch.Tensor
 def each_rank(
     grid: Grid,
     fn: Callable[..., Any],
-    *tensors: torch.Tensor,
+    *tensors: torch.Tensor | None,
     axes: Sequence[int] | None = None,
 ) -> Any:
     """`fn(coordinate, *tensors)` on every rank present.

@@ -36,11 +36,9 @@ from shardwise.ops.lookup.bag_rules import (
     inside_splits,
     linear_inputs,
     num_bytes,
-    packed,
     pooled,
     shared_axes,
     table_choices,
-    unpacked,
     with_placement,
 )
 from shardwise.ops.lookup.embedding_rules import (
@@ -115,15 +113,14 @@ def _pooled_grad(
 ) -> Any:
     table = layouts[-1]
 
-    def here(coordinate: Coordinate, grad: torch.Tensor, *rest: torch.Tensor) -> Any:
-        bags = unpacked(rest, offsets, weights, padding_idx)
+    def here(coordinate: Coordinate, grad: torch.Tensor, *batch: Any) -> Any:
+        bags = Bags(*batch, padding_idx=padding_idx)
         if bag_rules.take_grad(grad) and not by_freq:
             return _fused_grad(table, coordinate, grad, bags, mode, sparse)
         compute = _row_grads if sparse else _dense_grad
         return compute(table, coordinate, grad, bags, mode, by_freq)
 
-    operands = packed(grad, ids, offsets, weights)
-    found = each_rank(table.grid, here, *operands, axes=table.axes_of(0))
+    found = each_rank(table.grid, here, grad, ids, offsets, weights, axes=table.axes_of(0))
     return (SparseRows(table, *found),) if sparse else found
 
 
@@ -360,12 +357,13 @@ def _sample_grad(
     table = layouts[1]
 
     def here(
-        coordinate: Coordinate, grad: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor
+        coordinate: Coordinate, grad: torch.Tensor, weight: torch.Tensor, *batch: Any
     ) -> torch.Tensor:
-        bags = unpacked(rest, offsets, None, padding_idx)
-        return _along_rows(table, coordinate, grad, weight, bags)
+        return _along_rows(
+            table, coordinate, grad, weight, Bags(*batch, weights=None, padding_idx=padding_idx)
+        )
 
-    return each_rank(table.grid, here, grad, weight, *packed(ids, offsets), axes=table.axes_of(0))
+    return each_rank(table.grid, here, grad, weight, ids, offsets, axes=table.axes_of(0))
 
 
 def _along_rows(
@@ -481,10 +479,12 @@ def _largest(
     if offsets is not None:
         check_offsets(offsets, ids.shape[0])
 
-    def here(coordinate: Coordinate, weight: torch.Tensor, *rest: torch.Tensor) -> Any:
-        return _rows_here(table, coordinate, weight, unpacked(rest, offsets, None, padding_idx))
+    def here(coordinate: Coordinate, weight: torch.Tensor, *batch: Any) -> Any:
+        return _rows_here(
+            table, coordinate, weight, Bags(*batch, weights=None, padding_idx=padding_idx)
+        )
 
-    best, place = each_rank(grid, here, weight, *packed(ids, offsets), axes=row_axes)
+    best, place = each_rank(grid, here, weight, ids, offsets, axes=row_axes)
     if row_axes:
         best, place = _agreed(table, best, place, ids)
     results = each_rank(grid, lambda _, *t: _winners(*t), best, place, ids, axes=())

@@ -96,12 +96,10 @@ def _pooled(
     if offsets is not None:
         check_offsets(offsets, ids.shape[0])
 
-    def here(coordinate: Coordinate, weight: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        bags = unpacked(rest, offsets, weights, padding_idx)
-        return _rows_here(table, coordinate, weight, bags, mode)
+    def here(coordinate: Coordinate, weight: torch.Tensor, *batch: Any) -> torch.Tensor:
+        return _rows_here(table, coordinate, weight, Bags(*batch, padding_idx=padding_idx), mode)
 
-    operands = packed(ids, offsets, weights)
-    sums = each_rank(table.grid, here, weight, *operands, axes=table.axes_of(0))
+    sums = each_rank(table.grid, here, weight, ids, offsets, weights, axes=table.axes_of(0))
     return execute(sums, find_steps(with_placement(out, met, SUM), out)) if met else sums
 
 
@@ -290,21 +288,6 @@ class Bags(NamedTuple):
 
 def _is_one(length: Any) -> bool:
     return type(length) is int and length == 1  # no guard on a symbol
-
-
-def packed(*tensors: Optional) -> list[torch.Tensor]:
-    return [t for t in tensors if t is not None]
-
-
-def unpacked(parts: Sequence[torch.Tensor], offsets: Any, weights: Any, padding_idx: int) -> Bags:
-    """The bags of the tensors that are not None, in the order of `packed`."""
-    rest = iter(parts)
-    return Bags(
-        next(rest),
-        None if offsets is None else next(rest),
-        None if weights is None else next(rest),
-        padding_idx,
-    )
 
 
 def batch_placements(

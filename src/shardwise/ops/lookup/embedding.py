@@ -195,19 +195,27 @@ def _routed_choices(call: Call) -> Iterator[Choice]:
 
 
 def _sent(call: Call) -> tuple[tuple[CollectiveCost, ...], tuple[CollectiveCost, ...]]:
-    """The collectives of gathering along the axis, and those of exchanging."""
     weight, ids = call.inputs
-    total = math.prod(s if type(s) is int else 1024 for s in ids.shape)
+    num_ids = math.prod(s if type(s) is int else 1024 for s in ids.shape)
     columns = weight.shape[1] if type(weight.shape[1]) is int else 64
-    id_bytes, row_bytes = total * _ID_BYTES, total * columns * weight.dtype.itemsize
-    num = max(call.axis_size, 1)
+    return _ways(num_ids, num_ids, columns * weight.dtype.itemsize, max(call.axis_size, 1))
+
+
+def _ways(
+    num_ids: int, num_results: int, row_bytes: int, num_ranks: int
+) -> tuple[tuple[CollectiveCost, ...], tuple[CollectiveCost, ...]]:
+    """The collectives of gathering the ids along an axis, and those of exchanging them."""
+    sent = (
+        3 * _ID_BYTES * num_ranks,
+        num_ids * _ID_BYTES / num_ranks,
+        num_ids * row_bytes / num_ranks,
+    )
     return (
-        (CollectiveCost("all_gather", id_bytes), CollectiveCost("reduce_scatter", row_bytes)),
         (
-            CollectiveCost("all_to_all", 3 * _ID_BYTES * num),
-            CollectiveCost("all_to_all", id_bytes / num),
-            CollectiveCost("all_to_all", row_bytes / num),
+            CollectiveCost("all_gather", num_ids * _ID_BYTES),
+            CollectiveCost("reduce_scatter", num_results * row_bytes),
         ),
+        tuple(CollectiveCost("all_to_all", num_bytes) for num_bytes in sent),
     )
 
 
@@ -391,26 +399,12 @@ def exchanges_rows(weight: Any, ids: Any) -> bool:
     axes = table.axes_of(0)
     if len(axes) != 1 or not bags.placements[axes[0]].is_shard(0) or not has_values(ids._local):
         return False
-    return _exchange_s(table, bags, axes[0]) < _gather_s(table, bags, axes[0])
-
-
-def _gather_s(table: Layout, bags: Layout, axis: int) -> float:
-    num_ranks = table.grid.shape[axis]
-    num_bags, each = bags.shape
-    return collective_s("all_gather", num_ranks, num_bags * each * _ID_BYTES) + collective_s(
-        "reduce_scatter", num_ranks, num_bags * _row_bytes(table)
+    num_ranks, (num_bags, length) = table.grid.shape[axes[0]], bags.shape
+    ways = _ways(num_bags * length, num_bags, table.shape[1] * table.dtype.itemsize, num_ranks)
+    gather_s, exchange_s = (
+        sum(collective_s(each.kind, num_ranks, each.num_bytes) for each in way) for way in ways
     )
-
-
-def _exchange_s(table: Layout, bags: Layout, axis: int) -> float:
-    num_ranks = table.grid.shape[axis]
-    own_ids = bags.shape[0] * bags.shape[1] / num_ranks
-    sent = (3 * _ID_BYTES * num_ranks, own_ids * _ID_BYTES, own_ids * _row_bytes(table))
-    return sum(collective_s("all_to_all", num_ranks, num_bytes) for num_bytes in sent)
-
-
-def _row_bytes(table: Layout) -> int:
-    return table.shape[1] * table.dtype.itemsize
+    return exchange_s < gather_s
 
 
 def pool_rows(
