@@ -113,8 +113,8 @@ def _pooled_grad(
 ) -> Any:
     table = layouts[-1]
 
-    def here(coordinate: Coordinate, grad: torch.Tensor, *batch: Any) -> Any:
-        bags = Bags(*batch, padding_idx=padding_idx)
+    def here(coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor, *rest: Optional) -> Any:
+        bags = Bags(ids, rest[0], rest[1], padding_idx)
         if bag_rules.take_grad(grad) and not by_freq:
             return _fused_grad(table, coordinate, grad, bags, mode, sparse)
         compute = _row_grads if sparse else _dense_grad
@@ -138,7 +138,7 @@ def table_grad(
     compute = _row_grads if sparse else _dense_grad
 
     def here(coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> Any:
-        bags = Bags(ids.reshape(-1, 1), None, None, padding_idx)
+        bags = Bags(ids.reshape(-1), None, None, padding_idx)
         flat = grad.reshape(ids.numel(), grad.shape[-1])
         return compute(table, coordinate, flat, bags, MODE_SUM, by_freq)
 
@@ -214,7 +214,7 @@ def _masked_grad(
     if any(type(size) is int and size == 0 for size in (num_rows, grad.shape[1])):
         return grad.new_zeros((num_rows, grad.shape[1]))  # torch's kernel fails on CUDA
     if bags.single and not table.axes_of(0):
-        return _dense_backward(grad, bags.ids.squeeze(1), num_rows, bags.padding_idx, by_freq)
+        return _dense_backward(grad, bags.ids, num_rows, bags.padding_idx, by_freq)
     row, skipped, values = _values_of_ids(table, coordinate, grad, bags, mode)
     if by_freq:
         counts = torch.zeros(num_rows, dtype=grad.dtype, device=grad.device)
@@ -236,8 +236,8 @@ def _values_of_ids(
     if mode == MODE_MEAN:
         grad = grad / bags.sizes()
     if bags.offsets is None:
-        values = grad.unsqueeze(1)
-        values = values if bags.single else values.expand(-1, bags.ids.shape[1], -1)
+        length = bags.ids.shape[1:]
+        values = grad.unsqueeze(1).expand(-1, *length, -1) if length else grad
     else:
         bag = bags.bag_of(bags.places)
         skipped = skipped | (bag >= grad.shape[0])
@@ -359,9 +359,8 @@ def _sample_grad(
     def here(
         coordinate: Coordinate, grad: torch.Tensor, weight: torch.Tensor, *batch: Any
     ) -> torch.Tensor:
-        return _along_rows(
-            table, coordinate, grad, weight, Bags(*batch, weights=None, padding_idx=padding_idx)
-        )
+        bags = Bags(batch[0], batch[1], None, padding_idx)
+        return _along_rows(table, coordinate, grad, weight, bags)
 
     return each_rank(table.grid, here, grad, weight, ids, offsets, axes=table.axes_of(0))
 
@@ -480,9 +479,8 @@ def _largest(
         check_offsets(offsets, ids.shape[0])
 
     def here(coordinate: Coordinate, weight: torch.Tensor, *batch: Any) -> Any:
-        return _rows_here(
-            table, coordinate, weight, Bags(*batch, weights=None, padding_idx=padding_idx)
-        )
+        bags = Bags(batch[0], batch[1], None, padding_idx)
+        return _rows_here(table, coordinate, weight, bags)
 
     best, place = each_rank(grid, here, weight, ids, offsets, axes=row_axes)
     if row_axes:

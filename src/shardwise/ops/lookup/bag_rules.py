@@ -96,8 +96,11 @@ def _pooled(
     if offsets is not None:
         check_offsets(offsets, ids.shape[0])
 
-    def here(coordinate: Coordinate, weight: torch.Tensor, *batch: Any) -> torch.Tensor:
-        return _rows_here(table, coordinate, weight, Bags(*batch, padding_idx=padding_idx), mode)
+    def here(
+        coordinate: Coordinate, weight: torch.Tensor, ids: torch.Tensor, *rest: Optional
+    ) -> torch.Tensor:
+        bags = Bags(ids, rest[0], rest[1], padding_idx)
+        return _rows_here(table, coordinate, weight, bags, mode)
 
     sums = each_rank(table.grid, here, weight, ids, offsets, weights, axes=table.axes_of(0))
     return execute(sums, find_steps(with_placement(out, met, SUM), out)) if met else sums
@@ -230,8 +233,8 @@ Optional = torch.Tensor | None
 class Bags(NamedTuple):
     """The ids of one rank's bags, of shape (bags, ids in each), or flat with offsets.
 
-    Offsets include the end of the last bag; later ids are in no bag. Ids equal to `padding_idx` do
-    not count; it is -1 for none.
+    Offsets include the end of the last bag; later ids are in no bag. Flat ids without offsets are a
+    bag each. Ids equal to `padding_idx` do not count; it is -1 for none.
     """
 
     ids: torch.Tensor
@@ -253,8 +256,8 @@ class Bags(NamedTuple):
 
     @property
     def single(self) -> bool:
-        """Whether each id is a bag of its own, without weights."""
-        return self.offsets is None and self.weights is None and _is_one(self.ids.shape[1])
+        """Whether each id is a bag of its own."""
+        return self.offsets is None and self.ids.dim() == 1
 
     @property
     def places(self) -> torch.Tensor:
@@ -264,8 +267,7 @@ class Bags(NamedTuple):
     def bag_of(self, places: torch.Tensor) -> torch.Tensor:
         """The bag of each position; the number of bags for those after the last."""
         if self.offsets is None:
-            length = self.ids.shape[1]
-            return places if _is_one(length) else places // length
+            return places if self.ids.dim() == 1 else places // self.ids.shape[1]
         return torch.searchsorted(self.offsets, places, right=True) - 1
 
     def sizes(self) -> torch.Tensor:
@@ -284,10 +286,6 @@ class Bags(NamedTuple):
         """The local row of each id, and which do not count here (their row is arbitrary)."""
         row, foreign = local_rows(table, coordinate, self.ids)
         return row, self.skipped(foreign)
-
-
-def _is_one(length: Any) -> bool:
-    return type(length) is int and length == 1  # no guard on a symbol
 
 
 def batch_placements(

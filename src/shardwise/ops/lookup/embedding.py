@@ -254,11 +254,10 @@ def _returned(
     if routing is None and routing_arg is not None and _exchanges(table, layouts[1]):
         routing = _route(table, layouts[1], ids)
     if routing is None:
-        met = shared_axes(table, layouts[1])
-        grad, grad_there = everywhere(grad, layouts[0], met)
-        ids, ids_there = everywhere(ids, layouts[1], met)
-        whole = (grad_there, ids_there, table)
-        return table_grad(whole, grad, ids, num_rows, padding_idx, by_freq, sparse)
+        if met := shared_axes(table, layouts[1]):
+            grad, _ = everywhere(grad, layouts[0], met)
+            ids, _ = everywhere(ids, layouts[1], met)
+        return table_grad((table,), grad, ids, num_rows, padding_idx, by_freq, sparse)
 
     def flat(_: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return grad.reshape(ids.numel(), grad.shape[-1])
