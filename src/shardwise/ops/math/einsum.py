@@ -227,10 +227,6 @@ def spread(
 def einsum(equation: str, tensors: list[Any], *, path: Any = None) -> Any:
     if is_autocast():
         tensors = _as_autocast(equation, tensors, path)
-    return _einsum(equation, tensors, path)
-
-
-def _einsum(equation: str, tensors: list[Any], path: Any = None) -> Any:
     distributed = all(type(t) is DTensor for t in tensors)
     letters = as_contraction(equation, [t.shape for t in tensors]) if distributed else None
     if letters is None:

@@ -268,18 +268,12 @@ def slice_cut(call: Call, dim: int, size: Any, count: Any) -> DimSlice | None:
     """
     if type(size) is not int or type(count) is not int:
         return None
-    bounds = slice(call.argument("start"), call.argument("end"), call.argument("step"))
-    placed = (*call.placed, *call.wanted)
-    if not any(p.is_shard(dim) for p in placed) and _is_symbolic(bounds):
+    bounds = [call.argument(name) for name in ("start", "end", "step")]
+    is_sharded = any(p.is_shard(dim) for p in (*call.placed, *call.wanted))
+    if not is_sharded and any(isinstance(bound, torch.SymInt) for bound in bounds):
         return None
-    start, _, step = bounds.indices(size)
+    start, _, step = slice(*bounds).indices(size)
     return DimSlice(dim, start, step, count)
-
-
-def _is_symbolic(bounds: slice) -> bool:
-    return any(
-        isinstance(bound, torch.SymInt) for bound in (bounds.start, bounds.stop, bounds.step)
-    )
 
 
 @dataclass(frozen=True, slots=True)
