@@ -95,12 +95,25 @@ def batch_norm_grad_choices(call: Call) -> Iterator[Choice]:
         return
     num = len(call.inputs) - 2
     yield call.replicated()
-    local = unless_empty(call.op)
+    local = LocalCall(normalised_shard_grad, per_rank=True)
     for dim in range(call.inputs[0].ndim):
         each, grad = (0, 0) if dim == 1 else (REPLICATE, SUM)
         outputs = call.asked((dim, grad, grad))
         yield from sharded_together(call, (dim, dim, *[each] * num), outputs, local)
     yield from linear_choices(call, ((0,),))
+
+
+def normalised_shard_grad(
+    coordinate: Any, layouts: Sequence[Any], grad: torch.Tensor, x: torch.Tensor, *rest: Any
+) -> Any:
+    """Zeros for an empty shard; asks only for the input's size, so that graphs stay general."""
+    asked = rest[-1]
+    if math.prod(x.shape):
+        return aten.native_batch_norm_backward.default(grad, x, *rest)
+    outputs = iter(layouts[-sum(asked) :])
+    return tuple(
+        x.new_zeros(next(outputs).local_shape(coordinate)) if wanted else None for wanted in asked
+    )
 
 
 # -- above autograd --------------------------------------------------------------------------
