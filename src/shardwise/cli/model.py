@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -284,10 +285,12 @@ def run_check(
 
 
 def summary(parity: Parity, processes: bool) -> str:
-    kinds: dict[str, int] = {}
-    for each in parity.differences:
-        kinds[each.what] = kinds.get(each.what, 0) + 1
-    compared = ", ".join(f"{count} {what}" for what, count in kinds.items())
+    kinds = Counter(each.what for each in parity.differences)
+    words = {"random": "random draws"}
+    compared = ", ".join(
+        f"{count} {words.get(what, what).removesuffix('s' if count == 1 else '')}"
+        for what, count in kinds.items()
+    )
     num = parity.mesh.num_ranks
     one, several = ("process", "processes") if processes else ("simulated rank", "simulated ranks")
     world = f"{num} {one if num == 1 else several}"
