@@ -4,7 +4,7 @@
 
 torchrec plans each of thirty tasks in its own process and writes its search space with its own cost
 estimates to a file. This planner gets the same options and costs, and a tenth of torchrec's CPU
-seconds, or 4 where that is less. Without --peer-python that part is skipped with a message. CPU
+seconds, or 30 where that is less. Without --peer-python that part is skipped with a message. CPU
 seconds are of one thread; torchrec's results in --keep are reused.
 """
 
@@ -28,7 +28,7 @@ from shardwise.planner.problem import ANY, BLOCK, HOST, Option, Problem, simplif
 from shardwise.planner.solve import solve
 
 GAP = 0.0099
-LEAST_S = 4.0
+LEAST_S = 30.0
 
 
 def main(arguments: list[str] | None = None) -> None:

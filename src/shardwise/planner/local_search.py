@@ -329,11 +329,13 @@ class Search:
 Bits = npt.NDArray[np.uint64]
 
 #: Pieces are bits of an integer.
-_MOST_PIECES = 64
+MOST_PIECES = 64
 #: Rooms are rounded down to this part of the whole, so that the ranks of a host are alike.
 _GRAIN = 1e-4
 #: Completions of a piece that are known, and those that are tried for one partial filling.
 _KNOWN, _TRIED = 4_000, 60
+#: Pairs of a partial filling and a completion, where none is left out.
+_COMPLETE = 10_000_000
 #: Sums of loads may differ by so much.
 _ROUNDING = 1e-9
 _ONE = np.uint64(1)
@@ -342,7 +344,7 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pieces:
+class Pieces:
     """The pieces, largest first, and all sets of up to three of them, smallest first."""
 
     table: Ints
@@ -359,7 +361,7 @@ class Filler:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._known: tuple[tuple[tuple[int, int], ...], _Pieces] | None = None
+        self._known: tuple[tuple[tuple[int, int], ...], Pieces] | None = None
 
     def refilled(self, plan: Assignment, cost_s: float, width: int) -> Assignment | None:
         """The same options on other ranks, within `cost_s`; None if none is found.
@@ -381,12 +383,12 @@ class Filler:
             else:
                 free += [(table, number) for number in range(option.num_shards)]
         rooms = (np.concatenate([unit[:1], problem.capacity]) - fixed) / unit
-        if not free or len(free) > _MOST_PIECES or (rooms < -_ROUNDING).any():
+        if not free or len(free) > MOST_PIECES or (rooms < -_ROUNDING).any():
             return None
         rooms = np.maximum(np.floor(rooms / _GRAIN + 1e-6), 0) * _GRAIN
         kinds, kind_of, counts = np.unique(rooms, axis=0, return_inverse=True, return_counts=True)
         pieces = self._pieces(plan, tuple(free))
-        found = _Filling(pieces, self._apart(plan, pieces), unit, kinds, counts).run(width)
+        found = Filling(pieces, apart_of(plan, pieces), unit, kinds, counts).run(width)
         if found is None:
             return None
         made = plan.copy()
@@ -399,8 +401,8 @@ class Filler:
                     made.ranks[pieces.table[piece]][pieces.number[piece]] = rank
         return made
 
-    def _pieces(self, plan: Assignment, free: tuple[tuple[int, int], ...]) -> _Pieces:
-        key = tuple((table, plan.chosen[table] * _MOST_PIECES + n) for table, n in free)
+    def _pieces(self, plan: Assignment, free: tuple[tuple[int, int], ...]) -> Pieces:
+        key = tuple((table, plan.chosen[table] * MOST_PIECES + n) for table, n in free)
         if self._known is None or self._known[0] != key:
             loads = np.stack([plan.option(t).shards[n] for t, n in free])  # type: ignore[index]
             order = np.argsort(-loads[:, 0], kind="stable")
@@ -409,19 +411,20 @@ class Filler:
             sums = np.concatenate([loads, np.zeros((1, loads.shape[1]))])[members].sum(1)
             by_size = np.argsort(sums[:, 0], kind="stable")
             table, number = np.asarray(free, np.int64)[order].T
-            made = _Pieces(table, number, loads, sums[by_size], bits[by_size], members[by_size, 0])
+            made = Pieces(table, number, loads, sums[by_size], bits[by_size], members[by_size, 0])
             self._known = key, made
         return self._known[1]
 
-    def _apart(self, plan: Assignment, pieces: _Pieces) -> list[int]:
-        """The pieces of each table whose shards need ranks of their own."""
-        found = []
-        for table in np.unique(pieces.table).tolist():
-            option = plan.option(table)
-            if option.distinct and option.num_shards > 1:
-                places = np.flatnonzero(pieces.table == table).tolist()
-                found.append(sum(1 << place for place in places))
-        return found
+
+def apart_of(plan: Assignment, pieces: Pieces) -> list[int]:
+    """The pieces of each table whose shards need ranks of their own."""
+    found = []
+    for table in np.unique(pieces.table).tolist():
+        option = plan.option(table)
+        if option.distinct and option.num_shards > 1:
+            places = np.flatnonzero(pieces.table == table).tolist()
+            found.append(sum(1 << place for place in places))
+    return found
 
 
 @lru_cache(maxsize=8)
@@ -442,12 +445,25 @@ def _sets(num: int) -> tuple[Ints, Bits]:
 _Found = list[tuple[int, int]]
 
 
-class _Filling:
+class TooMany(Exception):
+    """There are more partial fillings than may be kept."""
+
+
+class Filling:
     """One search for a filling; see Note [Filling]."""
 
     def __init__(
-        self, pieces: _Pieces, apart: list[int], unit: Array, kinds: Array, counts: Ints
+        self,
+        pieces: Pieces,
+        apart: list[int],
+        unit: Array,
+        kinds: Array,
+        counts: Ints,
+        *,
+        complete: bool = False,
     ) -> None:
+        #: Whether nothing may be left out; then `run` raises `TooMany` rather than do so.
+        self.complete = complete
         self.loads = pieces.loads / unit
         self.pieces, self.apart, self.unit = pieces, apart, unit
         self.kinds, self.counts = kinds, counts
@@ -467,6 +483,8 @@ class _Filling:
             parent, kind, bits, wasted = self._completed(left, ranks, waste)
             if not len(parent):
                 return None
+            if self.complete and len(parent) > width:
+                raise TooMany
             rest = left[parent] & ~bits
             done = np.flatnonzero(rest == 0)
             steps.append((parent, kind, bits))
@@ -493,9 +511,12 @@ class _Filling:
                 bits, more = self._completions(piece, kind)
                 if not len(at) or not len(bits):
                     continue
+                if self.complete and len(at) * len(bits) > _COMPLETE:
+                    raise TooMany
                 fits = (bits & ~left[at, None]) == 0
                 fits &= waste[at, None] + more <= self.spare + _ROUNDING
-                fits &= fits.cumsum(1) <= _TRIED
+                if not self.complete:
+                    fits &= fits.cumsum(1) <= _TRIED
                 filling, which = np.nonzero(fits)
                 parents.append(at[filling])
                 kinds.append(np.full(len(filling), kind))
@@ -529,8 +550,8 @@ class _Filling:
                 bits, sets = bits[alone], sets[alone]
             if (room < 0).any():
                 bits, sets = bits[:0], sets[:0]
-            more = room[0] - seconds[sets[:_KNOWN]] / unit[0]
-            self._memo[piece, kind] = bits[:_KNOWN], more
+            known = slice(None if self.complete else _KNOWN)
+            self._memo[piece, kind] = bits[known], room[0] - seconds[sets[known]] / unit[0]
         return self._memo[piece, kind]
 
 

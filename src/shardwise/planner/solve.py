@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwise.errors import LayoutError
+from shardwise.planner.enumeration import enumerated
 from shardwise.planner.exact import ExactProblem, find_highs
-from shardwise.planner.local_search import Filler, Search
+from shardwise.planner.local_search import Filler, Search, TooMany
 from shardwise.planner.packing import Packing, packed
 from shardwise.planner.problem import Assignment, Bound, Bounds, Problem
+from shardwise.planner.replicas import Replicas
 
 #: Beyond so many columns the exact model is not tried; with several hosts it proves less.
 _MOST_COLUMNS, _MOST_ON_HOSTS = 30_000, 1_100
@@ -31,8 +33,10 @@ _KICK_TABLES = 20_000
 _FIRST, _QUICK_PAIRS = 4, 500
 #: Plans that are kicked in turn, and how often without success.
 _POOL, _FAILED = 4, 30
-#: Partial fillings that are kept, and costs that are tried, from the wanted one to the best so far.
-_WIDTH, _SHARES = 300, (0.0, 0.5, 0.8)
+#: Partial fillings that are kept, and costs that are tried, from near the best to the wanted one.
+_WIDTH, _SHARES = 300, (0.8, 0.5, 0.0)
+#: Rounds of replicas at most, per table, and times pieces times ranks.
+_EXCHANGES, _TABLE_EXCHANGES, _EXCHANGED = 10_000, 200, 40_000_000
 
 
 class NoPlanFits(LayoutError):
@@ -164,6 +168,9 @@ def solve(
             solver = "HiGHS and own search"
         if by_host and problem.num_hosts > 1 and not run.close(gap):
             _kick(run, packings, gap, rounds=_KICKS // 10)
+            _enumerate(run, gap)
+            _exchange(run, gap)
+            _enumerate(run, gap)
     packings += more
     if not run.close(gap):
         _kick(run, packings, gap, rounds=_KICKS, first_seed=_KICKS)
@@ -257,15 +264,49 @@ def _kick(
 
 
 def _refill(run: _Run, plan: Assignment, gap: float) -> None:
-    """Place the pieces of a plan anew: within the wanted cost, or one between it and the best."""
+    """Place the pieces of a plan anew: within costs between the best and the wanted one."""
     wanted = run.bound_s * (1 + gap)
     for share in _SHARES:
         if run.late() or run.close(gap):
             return
         cost = wanted + share * (run.cost - wanted)
         found = run.filler.refilled(plan, cost, _WIDTH)
-        if found is not None:
-            run.offer(found, "filling")
+        if found is None:
+            return
+        run.offer(found, "filling")
+
+
+def _exchange(run: _Run, gap: float) -> None:
+    """Change the options and hosts of many plans at once, and place the pieces of the best anew."""
+    wanted = run.bound_s * (1 + gap)
+    allowed = allowed_lists(run.problem, run.bounds.useful(run.cost))
+    replicas = Replicas(run.problem, allowed, wanted)
+    if not replicas.possible or run.close(gap):
+        return
+    rounds = min(
+        _EXCHANGES,
+        _TABLE_EXCHANGES * len(allowed),
+        _EXCHANGED // (replicas.num_pieces * run.problem.num_ranks),
+    )
+    for plan in replicas.plans(lambda: (run.cost + wanted) / 2, rounds):
+        if run.late() or run.close(gap):
+            return
+        run.offer(plan, "replicas")
+        _refill(run, plan, gap)
+
+
+def _enumerate(run: _Run, gap: float) -> None:
+    """Try every plan that is cheaper by more than the gap; that there is none is the proof."""
+    while not run.late() and not run.close(gap):
+        wanted = run.cost / (1 + gap)
+        try:
+            found = enumerated(run.bounds, wanted)
+        except TooMany:
+            return
+        if found is None:
+            run.bound_s = max(run.bound_s, wanted)
+            run.note("enumeration")
+        elif not run.offer(found, "enumeration"):
             return
 
 
