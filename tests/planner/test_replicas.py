@@ -72,6 +72,20 @@ def test_shards_that_need_ranks_of_their_own_get_them(distinct):
     assert (plan is None) == distinct  # both halves on one rank are the only way
 
 
+def test_no_rank_gets_two_shards_where_others_lack_the_memory():
+    # Only the first rank has memory left, and room for both halves.
+    full = Option("all", everywhere=np.array([[0.0, 0.1], [0.0, 0.9]]))
+    halves = whole(0.2, 0.3, num=2, distinct=True)
+    for plan in made([[full], [halves]], num_ranks=2, per_host=1).plans(lambda: 1.0, 50):
+        assert plan.ranks[1][0] != plan.ranks[1][1]
+
+
+def test_blocks_alone():
+    plan = found(made([[block(0.6)], [block(0.4)], [block(1.0)]]))
+    assert plan is not None
+    assert plan.cost() == pytest.approx(1.0)
+
+
 def test_the_base_of_every_rank_counts():
     options = [[whole(0.5)] for _ in range(4)]
     assert found(made(options, num_ranks=2, base_s=0.5), 1.4, rounds=50) is None

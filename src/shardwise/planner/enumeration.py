@@ -14,7 +14,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from shardwise.planner.local_search import MOST_PIECES, Filling, Pieces, TooMany, apart_of
+from shardwise.planner.local_search import (
+    MOST_PIECES,
+    Filling,
+    Pieces,
+    TooMany,
+    apart_of,
+    put_pieces,
+)
 from shardwise.planner.problem import BLOCK, HOST, Array, Assignment, Bounds, Problem
 
 #: Choices of options at most, and of hosts; partial fillings of one, and sets of pieces.
@@ -132,24 +139,18 @@ class _Chosen:
             return None
         rooms = np.maximum(rooms, 0.0).repeat(per_host, 0)
         kinds, kind_of, counts = np.unique(rooms, axis=0, return_inverse=True, return_counts=True)
-        pieces, found = self.pieces, []
-        if len(pieces.table):
-            filling = Filling(pieces, self.apart, self.unit, kinds, counts, complete=True)
-            filled = filling.run(_PARTIAL)
-            if filled is None:
-                return None
-            found = filled
         options = zip(self.problem.options, self.chosen, strict=True)
         ranks = [np.zeros(each[choice].num_shards, np.int64) for each, choice in options]
         for table, host in zip(self.blocks, hosts, strict=True):
             ranks[table] = host * per_host + np.arange(per_host)
-        unused = [np.flatnonzero(kind_of.reshape(-1) == k).tolist() for k in range(len(kinds))]
-        for kind, bits in found:
-            rank = unused[kind].pop()
-            for piece, (table, number) in enumerate(zip(pieces.table, pieces.number, strict=True)):
-                if bits >> piece & 1:
-                    ranks[table][number] = rank
-        return Assignment(self.problem, list(self.chosen), ranks)
+        plan = Assignment(self.problem, list(self.chosen), ranks)
+        if len(self.pieces.table):
+            filling = Filling(self.pieces, self.apart, self.unit, kinds, counts, complete=True)
+            found = filling.run(_PARTIAL)
+            if found is None:
+                return None
+            put_pieces(plan, self.pieces, found, kind_of)
+        return plan
 
 
 def _pieces(plan: Assignment, free: list[tuple[int, int]], room: Array) -> Pieces:

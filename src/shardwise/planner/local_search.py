@@ -343,6 +343,10 @@ _ONE = np.uint64(1)
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
+#: Ranks that are filled: the kind of each, and its pieces as bits.
+_Found = list[tuple[int, int]]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
     """The pieces, largest first, and all sets of up to three of them, smallest first."""
@@ -393,12 +397,7 @@ class Filler:
             return None
         made = plan.copy()
         made.ranks = [ranks.copy() for ranks in made.ranks]
-        unused = [np.flatnonzero(kind_of.reshape(-1) == k).tolist() for k in range(len(kinds))]
-        for kind, bits in found:
-            rank = unused[kind].pop()
-            for piece in range(len(free)):
-                if bits >> piece & 1:
-                    made.ranks[pieces.table[piece]][pieces.number[piece]] = rank
+        put_pieces(made, pieces, found, kind_of)
         return made
 
     def _pieces(self, plan: Assignment, free: tuple[tuple[int, int], ...]) -> Pieces:
@@ -427,6 +426,16 @@ def apart_of(plan: Assignment, pieces: Pieces) -> list[int]:
     return found
 
 
+def put_pieces(plan: Assignment, pieces: Pieces, found: _Found, kind_of: Ints) -> None:
+    """Give the pieces ranks of the kinds that were found."""
+    unused = [np.flatnonzero(kind_of.ravel() == k).tolist() for k in range(kind_of.max() + 1)]
+    for kind, bits in found:
+        rank = unused[kind].pop()
+        for piece, (table, number) in enumerate(zip(pieces.table, pieces.number, strict=True)):
+            if bits >> piece & 1:
+                plan.ranks[table][number] = rank
+
+
 @lru_cache(maxsize=8)
 def _sets(num: int) -> tuple[Ints, Bits]:
     """All sets of none to three of `num` pieces, in order, filled up with `num`; and as bits."""
@@ -440,9 +449,6 @@ def _sets(num: int) -> tuple[Ints, Bits]:
     members[1 + num + len(first) :] = np.stack([first[pair], second[pair], last], 1)
     bit = np.concatenate([_ONE << np.arange(num, dtype=np.uint64), np.zeros(1, np.uint64)])
     return members, np.bitwise_or.reduce(bit[members], 1)
-
-
-_Found = list[tuple[int, int]]
 
 
 class TooMany(Exception):

@@ -23,7 +23,7 @@ from shardwise.planner.problem import BLOCK, HOST, Array, Assignment, Ints, Opti
 _REPLICAS = 64
 #: In full ranks; the coldest replica comes last.
 _TEMPERATURES = 0.15 * (0.003 / 0.15) ** np.linspace(0.0, 1.0, _REPLICAS)
-#: A rank where a piece may not be counts as exceeded by this.
+#: A rank without memory for a piece counts as exceeded by this; one where it may not be, by twice.
 _FAR = np.float32(100.0)
 #: Of memory, so much more than of time.
 _PENALTY = 5.0
@@ -42,7 +42,7 @@ class Replicas:
         self.problem = problem
         self._unit = np.concatenate([[cost_s - problem.base_s], np.maximum(problem.capacity, 1.0)])
         self._ways = [
-            [c for c in choices if _is_free(problem.options[table][c], problem.ranks_per_host)]
+            [c for c in choices if _is_free(problem, problem.options[table][c])]
             for table, choices in enumerate(allowed)
         ]
         #: Whether every table has an option that replicas can have.
@@ -81,7 +81,9 @@ class Replicas:
                     apart.append((table, way))
         self._movable = np.flatnonzero((self._hosts_of > 0).any(1))
         pieces.sort(key=lambda piece: piece[:4])
-        self._table, self._way, self._number = np.array([p[1:4] for p in pieces], int).T
+        self._table, self._way, self._number = (
+            np.array([p[1:4] for p in pieces], int).reshape(-1, 3).T
+        )
         self._load = np.array([p[4] for p in pieces], np.float32).reshape(-1, shape[2])
         #: Of pieces that need ranks of their own, the number of their option.
         self._apart = [apart.index(p[1:3]) if p[1:3] in apart else None for p in pieces]
@@ -183,7 +185,7 @@ class Replicas:
             for memory, load in zip(rooms[1:], loads[1:], strict=True):
                 after[memory < load[piece][:, None]] -= _FAR
             if apart is not None:
-                after[taken[apart]] -= _FAR
+                after[taken[apart]] -= 2 * _FAR
             at = bits.argmin(1)
             if apart is not None:
                 taken[apart, replicas, at] = True
@@ -214,6 +216,7 @@ class Replicas:
         return Assignment(problem, chosen, ranks)
 
 
-def _is_free(option: Option, ranks_per_host: int) -> bool:
+def _is_free(problem: Problem, option: Option) -> bool:
     """Whether the option's shards are blocks, or may each be on any rank."""
-    return option.shards is None or option.scope != HOST or option.num_shards == 1
+    apart = option.distinct and option.num_shards > problem.num_ranks
+    return option.shards is None or (not apart and (option.scope != HOST or option.num_shards == 1))

@@ -35,8 +35,8 @@ _FIRST, _QUICK_PAIRS = 4, 500
 _POOL, _FAILED = 4, 30
 #: Partial fillings that are kept, and costs that are tried, from near the best to the wanted one.
 _WIDTH, _SHARES = 300, (0.8, 0.5, 0.0)
-#: Rounds of replicas at most, per table, and times pieces times ranks.
-_EXCHANGES, _TABLE_EXCHANGES, _EXCHANGED = 10_000, 200, 40_000_000
+#: Rounds of replicas at most, per table, and times pieces times ranks; with fewer it is not tried.
+_EXCHANGES, _TABLE_EXCHANGES, _EXCHANGED, _LEAST_EXCHANGES = 10_000, 200, 40_000_000, 1_000
 
 
 class NoPlanFits(LayoutError):
@@ -283,11 +283,10 @@ def _exchange(run: _Run, gap: float) -> None:
     replicas = Replicas(run.problem, allowed, wanted)
     if not replicas.possible or run.close(gap):
         return
-    rounds = min(
-        _EXCHANGES,
-        _TABLE_EXCHANGES * len(allowed),
-        _EXCHANGED // (replicas.num_pieces * run.problem.num_ranks),
-    )
+    rounds = _EXCHANGED // (replicas.num_pieces * run.problem.num_ranks)
+    if rounds < _LEAST_EXCHANGES:
+        return
+    rounds = min(rounds, _EXCHANGES, _TABLE_EXCHANGES * len(allowed))
     for plan in replicas.plans(lambda: (run.cost + wanted) / 2, rounds):
         if run.late() or run.close(gap):
             return
