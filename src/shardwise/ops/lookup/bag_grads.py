@@ -135,7 +135,10 @@ def table_grad(
 ) -> Any:
     """The gradient of a table whose rows were looked up: of bags of one id each."""
     table = layouts[-1]
-    compute = _row_grads if sparse else _dense_grad
+    # Torch's CPU kernel takes several times as long as adding rows, except for few ids.
+    few = type(ids) is torch.Tensor and ids.numel() <= _FEW_IDS
+    compute: Any = _masked_grad if few else _dense_grad
+    compute = _row_grads if sparse else compute
 
     def here(coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> Any:
         bags = Bags(ids.reshape(-1), None, None, padding_idx)
@@ -161,10 +164,8 @@ def _dense_grad(
     table: Layout, coordinate: Coordinate, grad: torch.Tensor, bags: Bags, mode: int, by_freq: bool
 ) -> torch.Tensor:
     """The gradient of the rows that this rank owns; no other row is materialised."""
-    # Torch's CPU kernel takes several times as long as adding rows, except for few ids. The CUDA
-    # kernel adds in a fixed order, and the compiler knows it.
-    ids = bags.ids
-    if not has_values(ids) or ids.is_cuda or (bags.single and ids.shape[0] <= _FEW_IDS):
+    # The CUDA kernel adds in a fixed order, and the compiler knows it.
+    if not has_values(bags.ids) or bags.ids.is_cuda:
         return _masked_grad(table, coordinate, grad, bags, mode, by_freq)
     rows, values = _row_grads(table, coordinate, grad, bags, mode, by_freq)
     shape = (table.local_shape(coordinate)[0], grad.shape[1])
