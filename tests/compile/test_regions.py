@@ -283,6 +283,18 @@ def test_batch_statistics_of_any_batch_size(pair):
     assert counter.frame_count == 2
 
 
+@pytest.mark.parametrize("mode", ["reflect", "replicate"])
+def test_padding_of_any_batch_size(pair, mode):
+    def pad(x):
+        return F.pad(x, (2, 1), mode=mode)
+
+    fast, counter = compiled(pad)
+    for rows in (5, 7, 12):
+        x = distribute_tensor(torch.randn(rows, 3, 4), pair, [S0])
+        assert_close([value(fast(x))], [value(pad(x))])
+    assert counter.frame_count == 2
+
+
 def test_classes_are_sharded_in_a_compiled_loss(pair):
     def loss(logits, target):
         with loss_parallel():

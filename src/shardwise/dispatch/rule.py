@@ -72,7 +72,7 @@ class UnlessEmpty:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         outputs = layouts[len(tensors) :]
         # Local shapes are not computed needlessly: a compiler would guard on them.
-        alike = _surely_alike(layouts[0], outputs[0])
+        alike = _empty_together(layouts[0], outputs[0])
         if math.prod(tensors[0].shape) and (alike or math.prod(outputs[0].local_shape(coordinate))):
             here = list(args)
             for position, number in self.shapes:
@@ -90,12 +90,14 @@ class UnlessEmpty:
         return made[0] if len(made) == 1 else tuple(made)
 
 
-def _surely_alike(one: Any, other: Any) -> bool:
-    """Whether two layouts have equal shards on every rank."""
-    return bool(
-        one.placements == other.placements
-        and len(one.shape) == len(other.shape)
-        and all(map(statically_equal, one.shape, other.shape))
+def _empty_together(one: Any, other: Any) -> bool:
+    """Whether a rank's shard of `other` is surely empty only where that of `one` is."""
+    if one.placements != other.placements or len(one.shape) != len(other.shape):
+        return False
+    sharded = {p.dim for p in one.placements if p.is_shard()}
+    return all(
+        statically_equal(size, its) or (dim not in sharded and type(its) is int and its > 0)
+        for dim, (size, its) in enumerate(zip(one.shape, other.shape, strict=True))
     )
 
 

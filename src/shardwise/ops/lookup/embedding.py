@@ -86,6 +86,9 @@ class RoutingArg:
     def __hash__(self) -> int:
         return hash(RoutingArg)
 
+    def __repr__(self) -> str:
+        return "RoutingArg()"
+
 
 def both_sharded(weight: Layout, ids: Layout) -> bool:
     """Whether one axis shards both the table's rows and the ids."""
