@@ -359,6 +359,26 @@ def trained_by_sgd(plan, num_steps):
     return train_sharded(make().shard(mesh, plan), steps, sgd)
 
 
+def trained_on_some_ranks(kind, plan, optimizer, ahead):
+    """In four gloo processes: a step with tables that train on ranks 0 and 2 alone.
+
+    Returns the local shards: before, after, and after a step in which they train on all ranks.
+    """
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    found = []
+    for ranks in ((), (0, 2), range(4)):
+        collection = make(kind, optimizer=optimizer).shard(mesh, plan)
+        for parameter in collection.parameters():
+            parameter.requires_grad_(dist.get_rank() in ranks)
+        mine = batch(dist.get_rank())
+        if ranks:
+            loss_of(collection(collection.prefetch(mine) if ahead else mine)).backward()
+        if optimizer is None:
+            torch.optim.SGD(collection.parameters(), 0.1).step()
+        found.append([p.detach().to_local() for p in collection.parameters()])
+    return found
+
+
 def trained_with_prefetch(plan, num_steps):
     """In four gloo processes: the ids of the next batch travel while backward runs."""
     mesh = shardwise.init_device_mesh("cpu", (4,))

@@ -49,6 +49,17 @@ def test_tables_that_never_were_whole(processes):
             assert torch.equal(found[name], parameter)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("optimizer", [None, SGD(0.1)], ids=["torch", "fused"])
+@pytest.mark.parametrize("plan", ["row_wise", "column_wise", "table_wise", "data_parallel"])
+@pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
+def test_tables_that_train_on_some_ranks(processes, kind, plan, optimizer, ahead):
+    """The others help to make the gradients of those ranks."""
+    found = processes(cases.trained_on_some_ranks, kind, plan, optimizer, ahead)
+    for rank, (before, here, everywhere) in enumerate(found):
+        assert_close(here, before if rank % 2 else everywhere)
+
+
 def test_ordinary_optimizer(processes):
     found = processes(cases.trained_by_sgd, cases.PLANS["mixed"], 20)
     sgd = functools.partial(torch.optim.SGD, lr=0.1)

@@ -34,7 +34,12 @@ def unfit(text: str) -> Fault:
 
 
 def bags_of(
-    features: Features, batch: Jagged, *, weights_train: bool, side_by_side: bool
+    features: Features,
+    batch: Jagged,
+    *,
+    weights_train: bool,
+    side_by_side: bool,
+    needs_backward: bool = False,
 ) -> FeatureBags | Fault:
     """The bags of one rank, in the order in which the tables declare their features.
 
@@ -65,6 +70,7 @@ def bags_of(
         num_bags=bag_edges[places + 1] - bag_edges[places],
         weights_train=weights_train,
         num_given=batch.values.shape[0],
+        needs_backward=needs_backward,
     )
     return bags if is_valid else _ids_fault(bags, features) or bags
 
@@ -214,10 +220,12 @@ def prefetch_batch(
     *,
     side_by_side: bool,
     may_train: bool,
+    tables_train: bool,
 ) -> PrefetchedBatch:
     """Check a batch on every rank, and start the exchange of counts.
 
     `trouble` is what is wrong with the collection itself on this rank; all ranks will raise it.
+    `tables_train`: whether backward may need the gradient of a table on this rank.
     """
     jagged = _read(batch)
     if isinstance(jagged, Fault):
@@ -234,7 +242,12 @@ def prefetch_batch(
             return _invalid_batch(route, grid, checked)
         if checked is not None:
             return checked
-    found = [_checked(route, each, train, side_by_side) for each in _jagged_per_rank(grid, jagged)]
+    options = {
+        "weights_train": train,
+        "needs_backward": train or tables_train,
+        "side_by_side": side_by_side,
+    }
+    found = [_checked(route, each, options) for each in _jagged_per_rank(grid, jagged)]
     if grid is not None and grid.outside:
         return OutsideBatch(route, found[0])
     return PrefetchedBatch(route, grid, found, weights)
@@ -249,13 +262,9 @@ def _read(batch: Any) -> Jagged | Fault:
         return unreadable(error)
 
 
-def _checked(
-    route: Route, batch: Jagged, weights_train: bool, side_by_side: bool
-) -> FeatureBags | Fault:
+def _checked(route: Route, batch: Jagged, options: dict[str, bool]) -> FeatureBags | Fault:
     try:
-        return bags_of(
-            route.features, batch, weights_train=weights_train, side_by_side=side_by_side
-        )
+        return bags_of(route.features, batch, **options)
     except Exception as error:
         return unreadable(error)
 

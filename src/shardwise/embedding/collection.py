@@ -396,6 +396,9 @@ class _Collection(nn.Module):
             self._trouble(parameters),
             side_by_side=self._side_by_side,
             may_train=may_train,
+            tables_train=may_train
+            and self._engine.grid is not None
+            and any(parameter.requires_grad for parameter in parameters),
         )
 
     def synchronize(self) -> None:

@@ -28,7 +28,7 @@ from shardwise.lookup.engine import Engine
 from shardwise.lookup.exchange import combined
 from shardwise.lookup.ids import counted, repeated
 from shardwise.lookup.prefetch import PrefetchedBatch
-from shardwise.lookup.step import RankStep, weights_train
+from shardwise.lookup.step import RankStep, needs_backward, weights_train
 from shardwise.lookup.tiling import TableShard
 from shardwise.ops.lookup.row_sparse import gather_rows
 from shardwise.ops.lookup.row_sparse import make as make_row_sparse
@@ -82,9 +82,9 @@ def run_lookup(
         and not batch.is_alone
         and not any(map(_REQUIRES_GRAD, parameters))
         and (weights is None or not weights.requires_grad)
-        and weights_train(batch.arrive())
+        and needs_backward(batch.arrive())
     ):
-        weights = _START  # for the weights of other ranks, whose gradients this one helps to make
+        weights = _START  # for other ranks, whose gradients this one helps to make
     if engine.optimizer is None:
         return _Lookup.apply(engine, batch, joined, weights, *parameters)
     trained: list[bool] | None = []
