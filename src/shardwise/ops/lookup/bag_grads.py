@@ -135,12 +135,15 @@ def table_grad(
 ) -> Any:
     """The gradient of a table whose rows were looked up: of bags of one id each."""
     table = layouts[-1]
-    # Torch's CPU kernel takes several times as long as adding rows, except for few ids.
+    # Torch's CPU kernel takes several times as long as adding rows, except for few ids. The CUDA
+    # kernel adds in a fixed order, and the compiler knows it.
     few = type(ids) is torch.Tensor and ids.numel() <= _FEW_IDS
-    compute: Any = _masked_grad if few else _dense_grad
-    compute = _row_grads if sparse else compute
+    by_kernel = not sparse and (few or ids.is_cuda or not has_values(ids))
+    compute = _row_grads if sparse else _dense_grad
 
     def here(coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> Any:
+        if by_kernel:
+            return _grad_by_kernel(table, coordinate, grad, ids, padding_idx, by_freq)
         bags = Bags(ids.reshape(-1), None, None, padding_idx)
         flat = grad.reshape(ids.numel(), grad.shape[-1])
         return compute(table, coordinate, flat, bags, MODE_SUM, by_freq)
@@ -164,7 +167,6 @@ def _dense_grad(
     table: Layout, coordinate: Coordinate, grad: torch.Tensor, bags: Bags, mode: int, by_freq: bool
 ) -> torch.Tensor:
     """The gradient of the rows that this rank owns; no other row is materialised."""
-    # The CUDA kernel adds in a fixed order, and the compiler knows it.
     if not has_values(bags.ids) or bags.ids.is_cuda:
         return _masked_grad(table, coordinate, grad, bags, mode, by_freq)
     rows, values = _row_grads(table, coordinate, grad, bags, mode, by_freq)
@@ -214,15 +216,40 @@ def _masked_grad(
     num_rows = table.local_shape(coordinate)[0]
     if any(type(size) is int and size == 0 for size in (num_rows, grad.shape[1])):
         return grad.new_zeros((num_rows, grad.shape[1]))  # torch's kernel fails on CUDA
-    if bags.single and not table.axes_of(0):
-        return _dense_backward(grad, bags.ids, num_rows, bags.padding_idx, by_freq)
     row, skipped, values = _values_of_ids(table, coordinate, grad, bags, mode)
+    return _grad_of_values(values, row, skipped, num_rows, by_freq)
+
+
+def _grad_by_kernel(
+    table: Layout,
+    coordinate: Coordinate,
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    padding_idx: int,
+    by_freq: bool,
+) -> torch.Tensor:
+    """As `_masked_grad` of bags of one id each, with ids of any shape."""
+    num_rows = table.local_shape(coordinate)[0]
+    if any(type(size) is int and size == 0 for size in (num_rows, grad.shape[-1])):
+        return grad.new_zeros((num_rows, grad.shape[-1]))
+    if not table.axes_of(0):
+        return _dense_backward(grad, ids, num_rows, padding_idx, by_freq)
+    row, skipped = local_rows(table, coordinate, ids)
+    if padding_idx >= 0:
+        skipped = skipped | (ids == padding_idx)
+    return _grad_of_values(grad, row, skipped, num_rows, by_freq)
+
+
+def _grad_of_values(
+    values: torch.Tensor, row: torch.Tensor, skipped: torch.Tensor, num_rows: int, by_freq: bool
+) -> torch.Tensor:
+    """The sum of values by row; skipped ones add nothing."""
     if by_freq:
-        counts = torch.zeros(num_rows, dtype=grad.dtype, device=grad.device)
-        counts = counts.index_add(0, row.reshape(-1), (~skipped).reshape(-1).to(grad.dtype))
+        counts = torch.zeros(num_rows, dtype=values.dtype, device=values.device)
+        counts = counts.index_add(0, row.reshape(-1), (~skipped).reshape(-1).to(values.dtype))
         values = values / counts[row].clamp(min=1).unsqueeze(-1)
     # Skipped ids become the padding index, which needs no copy of the gradient.
-    if not grad.is_cuda:
+    if not values.is_cuda:
         return _dense_backward(values, row.masked_fill(skipped, -1), num_rows, -1, False)
     # On CUDA the padding index must be a row: an extra one.
     row = row.masked_fill(skipped, num_rows)
