@@ -38,8 +38,8 @@ def pytest_collect_file():
 def pytest_collection_modifyitems(items):
     """First what needs processes, then what takes long.
 
-    Of two workers, each of which begins with half of the list and ends with the other's last tests,
-    one alone starts processes, and neither is left with a long test at the end.
+    Each worker begins with a stretch of the list and ends with the others' last tests: one alone
+    starts processes, and none is left with a long test at the end.
     """
     for marker in ("slow", "processes"):
         items.sort(key=lambda item: item.get_closest_marker(marker) is None)
