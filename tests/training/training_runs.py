@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import shardwise
 from shardwise import Placement, Replicate, Shard
-from shardwise.testing.models import GPT, ClickModel
+from tests.training_steps.models import GPT, ClickModel
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 NUM_STEPS = 10

@@ -1,6 +1,7 @@
 """Checks for users and for this library: rules, random programs, training steps, faults.
 
-The sweep over torch's operators checks this library alone: it is in `tests`.
+The sweep over torch's operators and drawn training runs check this library alone: they are in
+`tests`.
 """
 
 from shardwise.simulation.world import Corrupt, Delay, Drop, FullDisk, Kill, draw_fault

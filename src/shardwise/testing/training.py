@@ -224,7 +224,8 @@ def _num_present() -> int:
 def _own_lines(error: Exception) -> str:
     """Where it was raised: the last frames of this package, and the last of all."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "shardwise" in f.filename and "testing/steps" not in f.filename]
+    package = Path(__file__).parents[1]
+    own = [f for f in frames if package in Path(f.filename).parents]
     shown = [*own[-3:], *frames[-1:]]
     return "\n".join(f"  {Path(f.filename).name}:{f.lineno} {f.line}" for f in shown)
 

@@ -18,9 +18,9 @@ import torch
 from shardwise.errors import ArgumentError
 from shardwise.testing.layouts import Mesh
 from shardwise.testing.loop import OPTIONS, agree
-from shardwise.testing.models import KINDS, Kind
-from shardwise.testing.steps.case import Door, StepCase, StepVerdict, prove
 from shardwise.testing.workers import part_of_several
+from tests.training_steps.case import Door, StepCase, StepVerdict, prove
+from tests.training_steps.models import KINDS, Kind
 
 TABLE_PLANS = ("row_wise", "column_wise", "table_wise", "data_parallel")
 
@@ -317,14 +317,14 @@ def _in_parts(options: argparse.Namespace) -> int:
         own = f"{part + num_parts * worker}/{num_parts * options.workers}"
         words = [f"--cases={options.cases}", f"--seed={options.seed}", f"--part={own}"]
         words += ["--processes"] * options.processes + ["--verbose"] * options.verbose
-        command = [sys.executable, "-m", "shardwise.testing.steps", *words]
+        command = [sys.executable, "-m", "tests.training_steps", *words]
         running.append(subprocess.Popen(command))
     return max(each.wait() for each in running)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m shardwise.testing.steps",
+        prog="python -m tests.training_steps",
         description="Draws training runs (model, mesh, front doors, options), takes three steps "
         "on many ranks and on one device, and compares all parameters. Exits with 1 where any "
         "differs.",

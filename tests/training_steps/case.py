@@ -27,7 +27,6 @@ from shardwise.parallel import (
 from shardwise.shard import ChunkShardingSpec, ShardingPlan, shard_module
 from shardwise.testing.layouts import TENSOR_AXIS, Mesh
 from shardwise.testing.loop import OPTIONS
-from shardwise.testing.models import ANY_OPTIMIZER, KINDS, WIDTH, Kind, Trained
 from shardwise.testing.training import (
     AUTOCAST_BOUND,
     BOUND,
@@ -37,6 +36,7 @@ from shardwise.testing.training import (
     judge_in_processes,
     judge_simulated,
 )
+from tests.training_steps.models import ANY_OPTIMIZER, KINDS, WIDTH, Kind, Trained
 
 #: The front doors, by their names in a case.
 DOORS = ("tp", "replicate", "dp", "fs", "cp", "ep", "sm", "tables", "dm")

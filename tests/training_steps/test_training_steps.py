@@ -10,10 +10,10 @@ from shardwise import simulate
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.parallel import data_parallel
 from shardwise.testing.loop import OPTIONS
-from shardwise.testing.models import KINDS
-from shardwise.testing.steps.__main__ import MESHES, draw_cases, main
-from shardwise.testing.steps.case import Door, StepCase, prove, training_of
 from shardwise.testing.training import TrainingOutcome, judge, play, play_alone
+from tests.training_steps.__main__ import MESHES, draw_cases, main
+from tests.training_steps.case import Door, StepCase, prove, training_of
+from tests.training_steps.models import KINDS
 
 pytestmark = pytest.mark.slow
 
@@ -114,7 +114,7 @@ def test_a_right_case_is_ok():
 
 
 def test_a_reduction_that_is_left_out_is_found(monkeypatch):
-    monkeypatch.setattr("shardwise.testing.steps.case.data_parallel", lambda module, mesh: module)
+    monkeypatch.setattr("tests.training_steps.case.data_parallel", lambda module, mesh: module)
     assert verdict(RIGHT).kind == "wrong"
 
 
@@ -127,7 +127,7 @@ def halved(module, mesh):
 
 
 def test_a_gradient_of_another_size_is_found(monkeypatch):
-    monkeypatch.setattr("shardwise.testing.steps.case.data_parallel", halved)
+    monkeypatch.setattr("tests.training_steps.case.data_parallel", halved)
     found = verdict("norms | dp=2 | dp(dp) |  | sgd | 0")
     assert found.kind == "wrong"
     assert "off by" in found.text
@@ -138,7 +138,7 @@ def test_a_parameter_that_is_left_out_is_found(monkeypatch):
         module.gain.requires_grad_(False)
         return data_parallel(module, mesh)
 
-    monkeypatch.setattr("shardwise.testing.steps.case.data_parallel", forgetful)
+    monkeypatch.setattr("tests.training_steps.case.data_parallel", forgetful)
     found = verdict("norms | dp=2 | dp(dp) | save | sgd | 0")
     assert "parameters gain off by 1e+02%" in found.text
 
@@ -150,7 +150,7 @@ def test_an_error_is_a_refusal_when_it_is_one_of_shardwise(monkeypatch, error, k
     def refuse(module, mesh):
         raise error
 
-    monkeypatch.setattr("shardwise.testing.steps.case.data_parallel", refuse)
+    monkeypatch.setattr("tests.training_steps.case.data_parallel", refuse)
     assert verdict(RIGHT).kind == kind
 
 
@@ -165,7 +165,7 @@ def test_an_error_after_the_first_step_is_no_refusal(monkeypatch):
         module.register_forward_pre_hook(refuse)
         return data_parallel(module, mesh)
 
-    monkeypatch.setattr("shardwise.testing.steps.case.data_parallel", tired)
+    monkeypatch.setattr("tests.training_steps.case.data_parallel", tired)
     found = verdict(RIGHT)
     assert found.kind == "wrong"
     assert "not twice" in found.text
