@@ -71,8 +71,8 @@ def test_a_plan_is_written_with_its_proof(run):
 def test_explain_counts_the_memory_that_plan_counts(run, optimizer):
     planned = run("plan", "tables.toml", "--ranks", 4, "-o", "plan.toml", "--json", *optimizer)
     asked = ("explain", "tables.toml", "--plan", "plan.toml", "--ranks", 4, "--json")
-    priced = json.loads(run(*asked, *optimizer).output)
-    assert priced["memory"] == json.loads(planned.output)["ranks"]["memory"]
+    priced = json.loads(run(*asked, *optimizer).stdout)
+    assert priced["memory"] == json.loads(planned.stdout)["ranks"]["memory"]
 
 
 def test_explain_refuses_what_a_price_does_not_have(run):

@@ -80,8 +80,14 @@ def test_bilinear_rounds_as_torchs_kernel_does(mesh, dtype, placement, inside):
         if not inside:
             result.sin().sum().backward()
         found.append([result, *(leaf.grad for leaf in leaves)])
-    (expected, *grads), (result, *others) = found
-    assert torch.equal(whole(result), expected)
+    (_, *grads), (result, *others) = found
+    # On some processors a product of fewer rows rounds in another way: compare with one's own rows.
+    num_rows = 1 if placement == Shard(0) else 4
+    x, y, *weights = values
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = zip(x.split(num_rows), y.split(num_rows), strict=True)
+        expected = [F.bilinear(*pair, *weights) for pair in rows]
+    assert torch.equal(whole(result), torch.cat(expected))
     narrow = torch.bfloat16 if inside and dtype != torch.float64 else dtype
     allowed = 8 * torch.finfo(narrow).eps
     for grad, other in zip(grads, others, strict=True):

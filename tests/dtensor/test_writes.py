@@ -691,7 +691,7 @@ def test_a_view_of_what_an_op_makes_inside_is_no_view_of_its_result(mesh, op, ea
         made.sin().abs().sum().backward()
         return first, made.grad, x.grad
 
-    value = torch.randn(4, 6)
+    value = torch.randn(4, 6, dtype=torch.float64)
     expected = retained(value.clone().requires_grad_())
     found = retained(lay(value, mesh, Shard(0)).requires_grad_())
     for one, many in zip(expected, found, strict=True):

@@ -167,8 +167,10 @@ def _take_step(
         return own + [t for of in fused for states in of.values() for t in states.values()]
 
     def update() -> None:
-        for each in optimizers:
-            each.step()
+        # The number of steps is on the host; torch 2.11 makes it on the default device.
+        with torch.device("cpu"):
+            for each in optimizers:
+                each.step()
 
     report = report_step(case.target, sharded.module, device_mesh, forward, update, state)
     report.collectives = [_without_own_line(each) for each in report.collectives]
