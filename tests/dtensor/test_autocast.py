@@ -70,23 +70,30 @@ def test_results_and_gradients_have_the_dtypes_of_one_device(mesh, name, placeme
 def test_bilinear_rounds_as_torchs_kernel_does(mesh, dtype, placement, inside):
     """Autocast sees the products in the kernel; its formula for gradients has exact operands."""
     values = [torch.randn(shape).to(dtype) for shape in ((4, 3), (4, 5), (2, 3, 5), (2,))]
-    found = []
-    for lay in (torch.clone, lambda x: distribute_tensor(x, mesh, [placement])):
-        leaves = [lay(value).requires_grad_() for value in values]
-        with torch.autocast("cpu", torch.bfloat16):
-            result = F.bilinear(*leaves)
-            if inside:
-                result.sin().sum().backward()
-        if not inside:
-            result.sin().sum().backward()
-        found.append([result, *(leaf.grad for leaf in leaves)])
-    (_, *grads), (result, *others) = found
-    # On some processors a product of fewer rows rounds in another way: compare with one's own rows.
+    # On some processors a product of fewer rows rounds in another way: one device takes as many.
     num_rows = 1 if placement == Shard(0) else 4
-    x, y, *weights = values
-    with torch.autocast("cpu", torch.bfloat16):
-        rows = zip(x.split(num_rows), y.split(num_rows), strict=True)
-        expected = [F.bilinear(*pair, *weights) for pair in rows]
+
+    def run(parts):
+        with torch.autocast("cpu", torch.bfloat16):
+            results = [F.bilinear(*part) for part in parts]
+            if inside:
+                for result in results:
+                    result.sin().sum().backward()
+        if not inside:
+            for result in results:
+                result.sin().sum().backward()
+        return results
+
+    x, y, *weights = [value.clone() for value in values]
+    xs, ys = x.split(num_rows), y.split(num_rows)
+    for leaf in (*xs, *ys, *weights):
+        leaf.requires_grad_()
+    expected = run([(*pair, *weights) for pair in zip(xs, ys, strict=True)])
+    grads = [torch.cat([leaf.grad for leaf in of]) for of in (xs, ys)]
+    grads += [leaf.grad for leaf in weights]
+    leaves = [distribute_tensor(value, mesh, [placement]).requires_grad_() for value in values]
+    (result,) = run([leaves])
+    others = [leaf.grad for leaf in leaves]
     assert torch.equal(whole(result), torch.cat(expected))
     narrow = torch.bfloat16 if inside and dtype != torch.float64 else dtype
     allowed = 8 * torch.finfo(narrow).eps
