@@ -38,7 +38,7 @@ register_with_torch()
 
 
 def __getattr__(name: str) -> Any:
-    """The public names are looked up when first asked for.
+    """Look up a public name at its first use.
 
     They need torch, which takes seconds to import; `shardwise --help` and `--version` do not.
     """

@@ -27,7 +27,7 @@ what was found and what to do.
 
 
 def printable(text: str) -> str:
-    """The text with all that a terminal may act on escaped; line breaks stay.
+    """The text with terminal control characters escaped; line breaks stay.
 
     Names in files are chosen by whoever wrote the file.
 
@@ -126,7 +126,7 @@ class ReplicationWarning(UserWarning):
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint was loaded, but an older one than asked for, or with state by position.
+    """A checkpoint was loaded from an older save than asked for, or matched by position.
 
-    Or one was saved without the state of an optimizer that a module of it has.
+    Or a checkpoint was saved without the state of an optimizer that one of its modules has.
     """

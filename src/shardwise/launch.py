@@ -39,7 +39,7 @@ __all__ = ["LOOPBACK", "PRELOADED", "Note", "join", "launch"]
 LOOPBACK = "127.0.0.1"
 """The address that only this machine can reach."""
 before_done: list[Callable[[], None]] = []
-"""Called on a rank whose function has returned, before the launcher hears of it."""
+"""Called on a rank after its function has returned, before the launcher is told."""
 distributed: Any = dist  # the stubs of torch do not list TCPStore
 
 
@@ -175,11 +175,11 @@ def launch(
     `fn` gets a callable as an extra first argument; `on_note(rank, value)` is called here with each
     value it is called with.
 
-    The rendezvous is at `host`, by default reachable from this machine only; port 0 is any free
-    one. Every rank has to join within `start_timeout_s`; a collective waits
-    `collective_timeout_s` for the others, also in groups made later; the whole job ends after
-    `timeout_s`. A rank that fails ends the job: with its own error where that is one of
-    shardwise's, else with a `LaunchError`.
+    The rendezvous is at `host`, by default reachable only from this machine; port 0 means any free
+    port. Every rank has to join within `start_timeout_s`. A collective waits `collective_timeout_s`
+    for the others, in groups made later too. The whole job ends after `timeout_s`. A rank that
+    fails ends the job: with its own error if that is one of shardwise's, otherwise with a
+    `LaunchError`.
     """
     if not isinstance(num_ranks, int) or num_ranks < 1:
         raise ArgumentError(f"A job has at least one rank, found num_ranks={num_ranks!r}.")
@@ -218,8 +218,8 @@ def join(backend: str | None = None, *, timeout_s: float = 120) -> None:
     """Create the process group in a process that torchrun has started.
 
     Like `init_process_group`, but each restart (`torchrun --max-restarts`) uses its own key prefix:
-    torch's agent keeps one store, in which gloo would find the addresses of dead processes. All
-    groups made later wait `timeout_s` too.
+    torch's agent keeps one store, in which gloo would find the addresses of dead processes. Groups
+    made later have the timeout `timeout_s` too.
     """
     store, rank, size = next(distributed.rendezvous("env://"))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -249,9 +249,9 @@ def _packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 #
 # Note [A job ends as a whole]
 # The launcher watches its processes. When one fails, dies or does not answer in time, it ends the
-# others and raises an error that names the rank. A process of a job ends with the launcher, however
-# that ends, by watching their pipe. No rank exits before all are done, as that would close the
-# connections of others.
+# others and raises an error that names the rank. Each process watches its pipe to the launcher and
+# ends when the launcher ends, for whatever reason. No rank exits before all are done, since that
+# would close connections that others use.
 
 
 #: How long a process may take to end by itself before it is killed.
@@ -302,7 +302,7 @@ class RankTraceback(Exception):
 
 @dataclass
 class Job:
-    """The processes of a job, and their messages so far."""
+    """The processes of a job, and the messages received so far."""
 
     on_note: Callable[[int, Any], None] | None
     processes: list[Any] = field(default_factory=list)

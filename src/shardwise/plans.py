@@ -6,8 +6,8 @@
     "layers.*.up" = "colwise"
     "layers.*.norm" = { style = "SequenceParallel", sequence_dim = 1 }
 
-An entry is a word, or a table with a `style` and its options. Other plans have another format line
-and another section. Nothing in a file is executed.
+An entry is a word, or a table with a `style` and its options. Plans of other kinds have another
+format line and another section. Nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def matching_modules(root: nn.Module, pattern: str) -> list[tuple[str, nn.Module
 def modules_at(
     root: nn.Module, patterns: str | Sequence[str], caller: str
 ) -> list[tuple[str, nn.Module]]:
-    """The modules that match any of several patterns, each once; raises where one matches none."""
+    """The modules that match any of the patterns, each once; raises if a pattern matches none."""
     found: dict[int, tuple[str, nn.Module]] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         matches = matching_modules(root, pattern)

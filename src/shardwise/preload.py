@@ -4,8 +4,9 @@ torch imports its compiler when the first optimizer is made, and more when the f
 is detached: seconds per rank. Both happen here, in a simulated world of one that ends before the
 first fork and leaves no thread and no process group.
 
-A process that has asked CUDA's runtime how many GPUs there are cannot be forked: its children could
-not use them. Making a mesh asks; by this setting torch asks NVML instead, which has no such effect.
+After a process has asked CUDA's runtime for the number of GPUs, its forked children cannot use
+them. Making a mesh asks for that number; with this setting torch asks NVML instead, which has no
+such effect.
 """
 
 from __future__ import annotations

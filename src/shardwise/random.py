@@ -1,17 +1,17 @@
-"""Random numbers of one device, drawn into shards: filling them, whole draws, and `rng`.
+"""One device's random numbers, drawn into shards: filling them, whole draws, and `rng`.
 
 Note [Drawing in chunks]
 Torch's CPU generator is a sequence: a tensor takes its values from it in memory order. So the whole
-is drawn chunk by chunk into a small buffer, each shard copies what belongs to it, and the generator
-ends in the state that one device would leave. Chunks are exact because of three facts, which
+is drawn chunk by chunk into a small buffer, each shard copies its values, and the generator ends in
+the state that one device would leave. Chunks are exact because of three facts, which
 `_chunks_agree` checks once per op and dtype, since a build of torch may differ (with MKL).
 
 - Most draws take the same values in chunks of any length.
 - Normal draws into contiguous memory come in groups of 16, and the last 16 are drawn again when the
   length is not a multiple of 16. So chunks are multiples of 16, and the last has at least 16
   values.
-- Normal draws into other memory come in pairs, of which the generator keeps the second. So a tensor
-  that is not contiguous is drawn into a buffer that is not contiguous either.
+- Normal draws into other memory come in pairs, and the generator keeps the second value. So a
+  tensor that is not contiguous is drawn into a buffer that is not contiguous either.
 
 A chunk that meets no shard is not drawn: the generator is advanced more cheaply, if
 `_words_per_value` has found that this leaves it in the same state.
@@ -45,7 +45,7 @@ from shardwise.simulation.ranks import each_rank, localize, no_values, on_rank, 
 #: Values per chunk: about the size of a cache, a multiple of 16.
 CHUNK = 1 << 18
 _GROUP = 16
-#: The operand where no shard is: the result is thrown away.
+#: The operand for values outside the shards, which are thrown away.
 ANY_PROBABILITY = 0.5
 
 
@@ -53,9 +53,8 @@ ANY_PROBABILITY = 0.5
 class Draw:
     """How one device draws a tensor: `run(tensor, operand)` writes its values.
 
-    `operand` is what the values depend on elementwise; how many numbers are taken from the
-    generator must not depend on it. `name` distinguishes draws whose chunks may behave differently;
-    None: never draw in chunks.
+    The values depend elementwise on `operand`; the count of numbers taken from the generator must
+    not. `name` distinguishes draws whose chunks may behave differently; None: never draw in chunks.
     """
 
     run: Callable[[torch.Tensor, torch.Tensor | None], object]
@@ -180,7 +179,7 @@ def _fill_in_chunks(whole: Whole, shards: Sequence[DrawnShard], draw: Draw) -> N
 def _intersections(
     shape: Sequence[int], start: int, stop: int, shards: Sequence[DrawnShard]
 ) -> Iterator[tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor, Any]]:
-    """Where a run of values meets shards: how to view that in the run, and in shard and operand."""
+    """The intersections of a run of values with shards, as views of run, shard and operand."""
     at = 0
     for box in boxes_of_range(shape, start, stop):
         for shard in shards:
@@ -235,7 +234,7 @@ _words: dict[Any, int] = {}
 
 
 def _words_per_value(whole: Whole, shard: DrawnShard, draw: Draw) -> int:
-    """How many 32-bit numbers a value takes from the generator; 0 if no constant number does.
+    """How many 32-bit numbers each value takes from the generator; 0 if that is not constant.
 
     Tried once per kind of draw, with and without half a pair of normal values in the state.
     """
@@ -287,7 +286,7 @@ def _trial(whole: Whole, shard: DrawnShard, draw: Draw, lengths: Sequence[int]) 
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The values `start` to `stop` of a row-major tensor, as few boxes in order.
+    """The values `start` to `stop` of a row-major tensor, as a minimal sequence of boxes.
 
     >>> for box in boxes_of_range((4, 10), 7, 32):
     ...     print(*box)

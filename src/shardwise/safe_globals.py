@@ -1,8 +1,8 @@
-"""What torch has to know of our tensors, told when it is imported.
+"""Registers our tensors with torch, once torch is imported.
 
-`torch.load(weights_only=True)` calls only what is on torch's list of safe globals; and
+`torch.load(weights_only=True)` calls only what is on torch's list of safe globals, and
 `get_model_state_dict` gathers only torch's DTensors. `import shardwise` imports neither torch nor
-its own tensors, so it waits for the modules of torch that have to know.
+its own tensors, so registration waits for the import of the torch modules concerned.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def register() -> None:
-    """Add what unpickles our tensors to torch's list."""
+    """Add the functions that unpickle our tensors to torch's list."""
     from torch.serialization import add_safe_globals
 
     from shardwise.core.placements import MaskPartial, NormPartial, Partial, Replicate, Shard
@@ -37,7 +37,7 @@ def _unpickle_of(module: str) -> tuple[Callable[..., Any], str]:
 
 
 def register_with_torch() -> None:
-    """Tell torch, now or when it is imported."""
+    """Register with torch now, or when it is imported."""
     _after("torch", lambda _: register())
     _after("torch.distributed.checkpoint.state_dict", _know_state_dicts)
 

@@ -64,7 +64,7 @@ _outside_transforms: Callable[[], Any] = _names.find(
 
 
 def outside_transforms(make: Callable[..., Any], *args: Any) -> Any:
-    """`make(*args)`, which depends on no tensor of a transform of torch.func, outside of them."""
+    """`make(*args)` run outside torch.func's transforms; it depends on no tensor of theirs."""
     with _outside_transforms():
         return make(*args)
 
@@ -98,7 +98,7 @@ class VersionSource(torch.Tensor):
 
 
 def has_siblings(x: torch.Tensor) -> bool:
-    """Whether `x` is one of several results of a torch op: backward may find no gradient of it."""
+    """Whether `x` is one of several results of a torch op: it may get no gradient in backward."""
     if isinstance(x.grad_fn, torch.autograd.function.BackwardCFunction):
         return False
     return len(getattr(x.grad_fn, "_input_metadata", ())) > 1
@@ -124,7 +124,7 @@ def own_hook(fn: _Hook) -> _Hook:
 
 
 def users_hooks(tensor: torch.Tensor) -> tuple[list[Any], list[Any]]:
-    """The hooks that a user registered: of the gradient, and for after its accumulation."""
+    """The hooks that a user registered: on the gradient, and after its accumulation."""
 
     def of_users(name: str) -> list[Any]:
         found = (getattr(tensor, name, None) or {}).values()

@@ -93,7 +93,7 @@ declare_collectives: Callable[[], Any] = _names.later(
 
 
 def silent_group(rank: int, size: int) -> Any:
-    """A group that sends nothing: every other rank seems to give what this one gives."""
+    """A group that sends nothing: every other rank seems to send what this one sends."""
     return _FakeGroup._create_internal(rank, size)
 
 
@@ -131,7 +131,7 @@ def group_timeout(group: Any) -> timedelta | None:
 
 
 def inherit_timeout(group: Any) -> None:
-    """Let a group wait as long as the default one, unless it was given a timeout of its own."""
+    """Give a group the default group's timeout, unless it was made with its own."""
     timeout = group_timeout(dist.GroupMember.WORLD)
     if timeout is None or _set_timeout is None or group_timeout(group) not in _torch_defaults:
         return
@@ -142,8 +142,8 @@ def inherit_timeout(group: Any) -> None:
 def fresh_c10d() -> Iterator[None]:
     """Set torch.distributed's state aside, and restore it afterwards.
 
-    c10d keeps one world in module-level tables and the names of all groups in one registry, so
-    names of groups made inside continue those outside, and only they are removed again.
+    c10d keeps one world in module-level tables and the names of all groups in one registry. So the
+    names of groups made inside continue those made outside, and only they are removed again.
     """
     world = _world()
     for needed in (_update_default_pg, _unregister_group):
@@ -178,7 +178,7 @@ def fresh_c10d() -> Iterator[None]:
 
 @contextlib.contextmanager
 def groups_of(backend: str) -> Iterator[None]:
-    """Have all groups be of this backend, whichever is asked for: gloo would wait for processes."""
+    """Make all groups with this backend, whichever is requested: gloo would wait for processes."""
     before = getattr(distributed_c10d, _MAKE_GROUP, None)
 
     def make(*args: Any, **options: Any) -> Any:

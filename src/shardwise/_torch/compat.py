@@ -1,8 +1,8 @@
 """Looking up private names of torch, each with what stops working without it.
 
-A missing name is replaced by a stand-in that raises when used: `import shardwise` works, and so
-does all that does not need the name. Names are strings, so that all lookups happen here, and a test
-can remove each name.
+A missing name is replaced by a stand-in that raises when used: `import shardwise` still works, and
+so does everything that does not need the name. Names are strings, so that all lookups happen here
+and a test can remove each name.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Probe:
-    """`ok` is None where only something with a substitute is missing; `text` says what is lost."""
+    """`ok` is None if only names with a substitute are missing; `text` says what is lost."""
 
     ok: bool | None
     text: str

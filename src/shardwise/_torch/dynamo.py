@@ -21,7 +21,7 @@ def _leave_untraced(set_strategy: Any, strategy: Any, action: Any) -> Callable[[
     return lambda code: set_strategy(code, skip)
 
 
-#: Has dynamo skip a code object and all that it calls, where a graph breaks.
+#: Makes dynamo skip a code object and all that it calls, where a graph breaks.
 leave_untraced: Callable[[Any], None] = _names.make(
     "set_code_exec_strategy _FrameExecStrategy _FrameAction",
     _FRAMES,
@@ -32,7 +32,7 @@ leave_untraced: Callable[[Any], None] = _names.make(
 
 
 def break_graph(fn: Any, reason: str) -> None:
-    """Have compiled regions break their graph at calls of `fn`.
+    """Make compiled regions break their graph at calls of `fn`.
 
     As `torch.compiler.disable` does, without importing the compiler.
     """
@@ -46,10 +46,10 @@ def reset() -> None:
 
 
 def _as_tangent(self: torch.Tensor, context: Any, expected_type: type | None = None) -> Any:
-    """A plain gradient as a compiled graph expects it; None where it expects another class.
+    """A plain gradient as a compiled graph expects it; None if it expects another class.
 
-    For an output that has no gradient torch makes plain zeros, whatever the output was, and then
-    asks the zeros to become what the graph expects.
+    For an output without a gradient torch makes plain zeros, whatever class the output has, and
+    then calls this to convert them.
     """
     made = getattr(expected_type, "_plain_tangent", None)
     return None if made is None else made(self, context)

@@ -22,7 +22,7 @@ _tracing: Any = _names.find("torch._guards.TracingContext", _WITHOUT)
 
 
 def mark_ordered(op: str, library: torch.library.Library) -> None:
-    """Have the compiler keep an op in order. Call `require_effects` before tracing one."""
+    """Make the compiler keep an op in program order. Call `require_effects` before tracing one."""
     if not isinstance(_register, Missing) and not isinstance(_ordered, Missing):
         _register(op, _ordered, lib=library)
 
@@ -82,7 +82,7 @@ def is_imported() -> bool:
 
 
 def lower_in_order(op: Any) -> None:
-    """Have inductor run kernels of `op` after those of earlier ordered ops."""
+    """Make inductor run kernels of `op` after those of earlier ordered ops."""
     _register_lowering()(op, type_promotion_kind=None)(_lowered(op))
 
 

@@ -1,10 +1,10 @@
 """The only module that inspects Python's stack.
 
-Three questions have no other answer. Which modules run now: hooks on all modules would be traced by
-torch.compile, and each CommDebugMode would recompile the model. Whether the compiler or a program
-reads the size of a tensor whose shards differ: only a program gets an error. Whether a plain tensor
-that meets a DTensor was made by one of torch's own functions, or by a program that forgot its
-layout.
+Three questions can be answered in no other way. Which modules run now? (torch.compile would trace
+hooks on all modules, and each CommDebugMode would recompile the model.) Who reads the size of a
+tensor whose shards differ, the compiler or a program? (Only a program gets an error.) Who made a
+plain tensor that meets a DTensor: one of torch's own functions, or a program that forgot its
+layout?
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _frames_of_threads: Any = _names.find(
 
 # -- modules and lines -----------------------------------------------------------------------
 
-#: Packages whose lines are not reported: torch and what it generates, this one, and what they call
-#: each other through. Code without a module name is generated.
+#: Packages whose lines are not reported: torch and what it generates, this one, and those through
+#: which they call each other. Code without a module name is generated.
 _INSIDE = frozenset(
     {"torch", "shardwise", "click", "contextlib", "functools", "typing_extensions", ""}
 )
@@ -44,7 +44,7 @@ _MODULE_FILE = nn.modules.module.__file__
 def running_modules() -> list[nn.Module]:
     """The modules whose forward runs now, innermost first.
 
-    Without those that only wait for a backward pass that they started.
+    Excludes modules that only wait for a backward pass that they started.
     """
     found = []
     frame: FrameType | None = _frame(1)
@@ -61,7 +61,7 @@ def running_modules() -> list[nn.Module]:
 
 
 def line_outside(thread: int | None = None) -> str | None:
-    """The program's line that led here, or that a thread is at; None if there is none."""
+    """The line of the program that led here, or where a thread is; None if there is none."""
     frame: FrameType | None = _frame(1) if thread is None else _frames_of_threads().get(thread)
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]

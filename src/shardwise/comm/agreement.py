@@ -7,8 +7,9 @@ anyway: a gather (`gather_numbers`, `agree`), an exchange of counts (`Meeting`) 
 (`raise_together`). If a status is not 0, all ranks see it, gather the texts and raise one error
 that names the ranks. While nothing fails, nothing more is sent.
 
-The numbers sent with the status must be equal on all ranks, or are checked by all ranks alike.
-Everything here runs for the ranks present: one in a process, all of them in a simulated world.
+The numbers sent with the status must be equal on all ranks, or all ranks must check them in the
+same way. Everything here runs for the ranks present: one in a process, all of them in a simulated
+world.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from shardwise.simulation.ranks import by_rank, each_rank, localize, one_part, p
 from shardwise.simulation.roster import spans
 
 _T = TypeVar("_T")
-#: The errors that keep their type, by name. Others become the first of these that they derive from.
+#: The errors that keep their type, by name. Any other becomes the first of these that it derives
+#: from.
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -252,7 +254,7 @@ class Meeting:
 
 
 def raise_together(grid: Grid, axes: Sequence[int], call: Callable[[], _T]) -> _T:
-    """What `call` returns; where it raises on a rank, all ranks along `axes` raise that error.
+    """What `call` returns; if it raises on one rank, all ranks along `axes` raise that error.
 
     For a call that may fail because of values that differ along `axes`. It must not communicate
     after the point where it may fail. Costs one all-reduce of 8 bytes per axis.
@@ -285,7 +287,7 @@ def agree(grid: Grid, what: str, request: str, problem: Exception | None = None)
     """Raise on every rank of the group unless all have the same request and none has a problem.
 
     `request` describes what this rank asks for, line by line; the error names lines that differ.
-    Ranks that run different code are found the same way. A rank outside the mesh asks nobody.
+    Ranks that run different code are found the same way. A rank outside the mesh takes no part.
     """
     if grid.outside:
         if problem is not None:
@@ -308,9 +310,9 @@ def agree(grid: Grid, what: str, request: str, problem: Exception | None = None)
 
 @contextlib.contextmanager
 def agreeing(grid: Grid, what: str) -> Iterator[list[str]]:
-    """`agree` for what is checked inside; yields the lines of the request, to be added to.
+    """`agree` at the end of a block of checks; yields the lines of the request, to be added to.
 
-    What is inside must not communicate. A rank that raises there goes on, and all raise at the end.
+    The block must not communicate. If one rank raises in it, all ranks raise at its end.
     """
     request: list[str] = []
     problem: Exception | None = None

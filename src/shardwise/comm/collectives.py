@@ -84,10 +84,10 @@ _GRADIENT_GROUPS = 2
 
 
 def gradient_group(grid: Grid, axis: int, *, together: bool) -> str | None:
-    """The name of a group along `axis` that sends gradients alone, of some in turn.
+    """The name of a group along `axis` that sends only gradients; successive calls rotate.
 
-    With `together`, all ranks along the axis call this, and make a group if it is needed. Otherwise
-    nothing changes here, and it is the first one. See Note [Groups of gradients].
+    With `together`, all ranks along the axis call this, and make a group if needed. Otherwise
+    nothing changes, and the first group is returned. See Note [Groups of gradients].
     """
     made = grid.gradient_groups[axis]
     if not together:
@@ -114,7 +114,7 @@ REDUCED_AS: dict[torch.dtype, torch.dtype] = {
     torch.float8_e5m2fnuz: torch.float32,
 }
 
-#: Dtypes that gloo or NCCL do not send: `start_all_gather` and `start_all_to_all` return bytes.
+#: Dtypes that gloo or NCCL cannot send: `start_all_gather` and `start_all_to_all` return bytes.
 MOVED_AS_BYTES = frozenset(
     {*REDUCED_AS, torch.uint64, torch.complex64, torch.complex128} - {torch.bool}
 )
@@ -189,7 +189,7 @@ def start_all_gather_into(out: torch.Tensor, x: torch.Tensor, grid: Grid, axis: 
     """Start `all_gather` of flat tensors to the memory of `out`; wait with `finished(out)`."""
     parts = grid.shape[axis]
     if x.is_cpu and not is_per_rank(x) and x.nbytes >= LONG:
-        # gloo would gather to memory of its own, and copy all of it from there.
+        # gloo would gather into its own memory, and copy all of it from there.
         start_uneven_all_gather(out, x, lambda _: [x.numel()] * parts, grid, axis)
         return
     if x.dtype in MOVED_AS_BYTES:
@@ -197,20 +197,20 @@ def start_all_gather_into(out: torch.Tensor, x: torch.Tensor, grid: Grid, axis: 
     _all_gather_into_tensor_out(x, parts, group_name(grid, axis), out=out)
 
 
-#: The bytes of a rank's tensor from which copying it costs more than further calls.
+#: From this many bytes per rank on, a copy costs more than further calls.
 LONG = 1 << 16
-#: The lengths of what the ranks along an axis have, by the coordinate of one of them.
+#: The lengths that the ranks along an axis hold, given the coordinate of one of them.
 Lengths = Callable[[Coordinate], list[int]]
 
 
 def start_uneven_all_gather(
     out: torch.Tensor, x: torch.Tensor, lengths: Lengths, grid: Grid, axis: int
 ) -> None:
-    """Start to gather flat tensors of these lengths to the memory of `out`, in the order of ranks.
+    """Start to gather flat tensors of these lengths into `out`, in the order of ranks.
 
-    Wait with `finished(out)`. Backends gather equal tensors, or else copy: each rank's tensor is a
-    broadcast to the place where it belongs, which copies this rank's alone. Watchers
-    see an all-gather of the longest.
+    Wait with `finished(out)`. Backends gather equal tensors, or else copy. So each rank's tensor is
+    broadcast into its place, which copies only this rank's. Watchers see an all-gather of the
+    longest.
     """
     if x.dtype in MOVED_AS_BYTES:
         width = x.dtype.itemsize
@@ -242,8 +242,8 @@ def sends_terms(x: torch.Tensor, dtype: torch.dtype, grid: Grid, axis: int) -> b
     """Whether `start_scattered_sum` of a tensor like `x` sends terms, and adds them itself.
 
     gloo reduces everything on all ranks and keeps a chunk of it. Sending each rank the terms of its
-    chunk takes half the bytes and CPU, and adds them in the order of the simulated world. Then the
-    rank's own chunk comes last in what it gives, so that the rest can be sent as it lies.
+    chunk takes half the bytes and CPU time, and adds them in the order of the simulated world. The
+    input must then have the rank's own chunk last, so that the rest can be sent without a copy.
     """
     is_term = x.is_cpu and not is_per_rank(x) and dtype not in MOVED_AS_BYTES
     return is_term and grid.shape[axis] > 1
@@ -285,7 +285,7 @@ def start_uneven_scattered_sum(
     axis: int,
     unused: Callable[[torch.Tensor], None],
 ) -> Callable[[], torch.Tensor]:
-    """As `start_scattered_sum`, of a flat tensor with these lengths for the ranks, in their order.
+    """Like `start_scattered_sum`, of a flat tensor with these lengths for the ranks, in rank order.
 
     Backends scatter equal chunks only: each rank sends the others their terms, and adds its own.
     """
@@ -414,9 +414,9 @@ def _send_shards(shards: Sequence[torch.Tensor], source: int, mine: int, name: s
 # -- lost ----------------------------------------------------------------------------------------
 # What each rank was doing when a collective failed.
 #
-# A rank whose collective fails writes what it did to the store, waits a moment for the others, and
-# reads what they wrote: so the error of each rank names what the others did instead. A launched
-# rank also writes that it has returned.
+# A rank whose collective fails writes to the store what it did, waits a moment for the others, and
+# reads what they wrote. So the error of each rank says what the others did instead. A launched rank
+# also writes that it has returned.
 
 
 #: How long a rank waits for the others to say what they did; they time out at about the same time.
@@ -428,7 +428,7 @@ explainers: list[Callable[[], None]] = []
 
 
 def is_lost(error: Exception) -> bool:
-    """Whether an error is that of a backend: a rank that is gone, or that does not come."""
+    """Whether an error comes from a backend: a rank is gone, or does not arrive."""
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
@@ -442,7 +442,7 @@ def doing_now(what: str) -> str:
 
 
 def what_ranks_did(mine: str) -> str:
-    """A sentence that names what each rank did, as far as it says so in time."""
+    """A sentence that says what each rank did, as far as the ranks answer in time."""
     world = current_world()
     if len(world.present) == world.size:
         return ""

@@ -23,7 +23,7 @@ class Cause:
 
 
 class Watch:
-    """`on` is the flag to check; the other fields say what it is on for."""
+    """The switches. Calls that move data check `on`; `update` derives it from the other fields."""
 
     def __init__(self) -> None:
         self.on = False
@@ -67,9 +67,9 @@ watch = Watch()
 
 @contextlib.contextmanager
 def because(op: Any, *, implicit: bool, always: bool = False) -> Iterator[None]:
-    """`op` is the cause of the collectives inside, unless an outer call is.
+    """`op` is the cause of the collectives inside, unless an outer call already set one.
 
-    With `always` it is in any case.
+    With `always` it replaces an outer cause.
     """
     before = watch.cause
     if before is None or always:

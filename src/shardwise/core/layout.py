@@ -48,7 +48,7 @@ class Layout:
     snapshot: bool
     #: The dims from the outermost in memory to the innermost; None when that is their own order.
     memory_order: tuple[int, ...] | None
-    #: The dims along which one entry stands for all, as `Tensor.expand` makes them.
+    #: The expanded dims, along which one entry stands for all (`Tensor.expand`).
     expanded: tuple[int, ...]
     #: The box of this process; filled on first use, never in a simulated world.
     here: Box | None = None
@@ -203,7 +203,7 @@ def _memory_order(stride: Sequence[int]) -> tuple[int, ...] | None:
 def canonical_order(
     placements: tuple[Placement, ...], order: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """The order with all that has no meaning removed: as close to 0, 1, 2 as possible.
+    """The order without meaningless differences: as close to 0, 1, 2 as possible.
 
     >>> canonical_order((Shard(0), Shard(0)), (1, 0))
     (1, 0)
@@ -299,7 +299,7 @@ def _emptying_axes(layout: Layout) -> Iterator[int]:
 
 
 def check_partials(placements: Sequence[Placement]) -> None:
-    """Several Partials of one tensor must commute: a sum of maxima is not a maximum of sums."""
+    """Raise unless all Partials of a tensor commute: a sum of maxima is not a maximum of sums."""
     if not partials_commute(placements):
         raise LayoutError(
             f"{short(placements)} has no unique value: it depends on which axis is reduced first. "
@@ -377,7 +377,7 @@ def misfit(
     shape: Sequence[Size],
     parts: Sequence[int],
 ) -> int | None:
-    """The axis whose explicit sizes fit no rank, or not all: inside an uneven split of its dim.
+    """An axis whose explicit sizes do not fit on every rank, inside an uneven split of its dim.
 
     >>> misfit((Shard(0, (1, 2)), Shard(0)), (1, 0), shape=(6,), parts=(2, 2))
     >>> misfit((Shard(0, (1, 2)), Shard(0)), (1, 0), shape=(5,), parts=(2, 2))
@@ -441,7 +441,7 @@ def dense_stride(shape: Sequence[Size], outermost_first: Sequence[int]) -> Shape
 
 
 def shares_entries(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether several entries may be one place in memory.
+    """Whether several entries may share one memory location.
 
     >>> shares_entries((3, 2), (2, 1)), shares_entries((3, 2), (1, 1))
     (False, True)

@@ -1,17 +1,17 @@
 """Grid: a device mesh in one world, interned.
 
 Note [Ranks outside a mesh]
-A program that uses a part of the ranks is one program: it runs on all of them. On a rank outside
+If a mesh contains only some of the ranks, all ranks still run the same program. On a rank outside
 the mesh, a DTensor has its global shape and layout, and an empty local tensor. Calls are planned as
-elsewhere, but nothing is sent or computed. Only a value that Python asks for (`item`, `tolist`) is
-not there, and raises.
+on other ranks, but nothing is sent or computed. Only reading a value into Python (`item`, `tolist`)
+raises.
 
 Note [Parallel submeshes]
-`mesh["dev"]` of a mesh (host, dev) names, on each rank, the line of ranks that it is on: a program
-makes as many submeshes as there are hosts. A process is in one of them. A simulated world plays all
-ranks, so there the grid of `mesh["dev"]` stands for all of them. Ranks of different submeshes then
-have the same coordinate: the layout of a tensor is the same for each submesh, its values need not
-be. Collectives run inside of each.
+On each rank, `mesh["dev"]` of a mesh (host, dev) is the submesh of the ranks on its host: a program
+makes as many submeshes as there are hosts, and a process is in one of them. A simulated world plays
+all ranks, so there the grid of `mesh["dev"]` stands for all of them. Then one rank of each submesh
+has a given coordinate: the layout of a tensor is the same in every submesh, its values may differ.
+Collectives run within each submesh.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def init_device_mesh(
     mesh_dim_names: tuple[str, ...] | None = None,
     backend_override: dict[int | str, Any] | None = None,
 ) -> DeviceMesh:
-    """torch's function of this name; where there are too few ranks, the error says what to do.
+    """torch's `init_device_mesh`; if there are too few ranks, the error says what to do.
 
     >>> import shardwise
     >>> with shardwise.simulate(4):
@@ -199,7 +199,7 @@ def grid_like(
 ) -> Grid:
     """The grid of the current world with this `identity`; makes its mesh if there is none yet.
 
-    Without a process group, the grid is one of a world that is not there.
+    Without a process group, the grid belongs to an absent world (`absent_world`).
     """
     num = math.prod(shape)
     if num < 1 or not ranks or len(ranks) % num:

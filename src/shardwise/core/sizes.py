@@ -4,11 +4,12 @@ Sizes may be ints or torch's symbolic ints.
 
 Note [Shards of symbolic sizes]
 The compiler reasons about every size of every tensor; in a simulated world, which has the shards of
-all ranks, that dominates its time. There it is asked whether a symbolic size divides, and whether
-only the last shard is shorter: it has a graph for each answer, in which lengths are sums and
-quotients, equal where shards are. Lengths are minima only where several shards are short. Uneven
-lengths add up to the size itself, not to a longer expression that would enter all that is computed
-from it. A real process has few sizes: it asks nothing, and one graph serves all of them.
+all ranks, that dominates its time. So there we guard on whether a symbolic size is divisible, and
+on whether only the last shard is shorter. Each answer has its own graph, in which lengths are
+simple sums and quotients, and equal shards have equal lengths. Lengths are minima only if several
+shards are short. Uneven lengths add up to the size itself, not to a longer expression that would
+enter everything computed from it. A real process has few sizes: it adds no guards, and one graph
+serves all sizes.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def overlaps(before: Sequence[int], after: Sequence[int]) -> list[list[int]]:
 
 
 def as_sizes(sizes: Iterable[Any]) -> tuple[Size, ...]:
-    """A user's sizes, of which a numpy integer would count as a symbol."""
+    """A user's sizes as ints: a numpy integer would count as a symbol."""
     return tuple(n if isinstance(n, (int, torch.SymInt)) else operator.index(n) for n in sizes)
 
 
@@ -134,9 +135,9 @@ def statically_equal(a: Size, b: Size) -> bool:
 
 
 def equal(a: Size, b: Size) -> bool:
-    """Whether two sizes are equal, with a guard; False where that depends on values.
+    """Whether two sizes are equal, with a guard; False if that is data-dependent.
 
-    So what a caller does on False must be right for equal sizes as well.
+    So a caller's code for False must be right for equal sizes as well.
     """
     return (a == b) if type(a) is int and type(b) is int else _found(a == b)
 
@@ -189,7 +190,7 @@ def decided(claim: Callable[[], Any]) -> bool:
 
     A simulated world guards on the answer and has a graph for each: it holds the sizes of all
     ranks, so simple ones matter. In a real process, and in an exported program, one graph serves
-    all sizes: the answer is True only where it is known. So it is for sizes that depend on values.
+    all sizes: the answer is True only if it is known. The same holds for data-dependent sizes.
     """
     from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
@@ -238,7 +239,7 @@ def _tracked(number: Any, tracer: Any) -> Any:
 
 
 def _under_another_name(number: torch.SymInt, tracer: Any) -> Any:
-    """The proxy of a data-dependent size: each trace has a symbol of its own for it.
+    """The proxy of a data-dependent size, for which each trace has its own symbol.
 
     Torch then gives it the name of the first trace, and keeps its proxy under the other one.
     """

@@ -22,7 +22,7 @@ _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
 
 def untraced(fn: _Fn) -> _Fn:
-    """Have dynamo skip `fn` and all that it calls; returns `fn` itself, at no cost."""
+    """Make dynamo skip `fn` and all that it calls; returns `fn` itself, at no cost."""
     leave_untraced(fn.__code__)
     return fn
 
@@ -41,9 +41,9 @@ class UntracedFunction(torch.autograd.Function):
 
 
 class SkipsNone(UntracedFunction):
-    """One with a single differentiable result; where that gets no gradient, nor do the inputs.
+    """An untraced function with one differentiable result; without its gradient, inputs get none.
 
-    Torch would make plain zeros of the missing gradient, where `backward` expects a DTensor.
+    Torch would replace the missing gradient by plain zeros, but `backward` expects a DTensor.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -79,9 +79,9 @@ def breaks_graph(fn: _Fn, because: str = "it makes a tensor, or sets what one is
 def differentiated_once(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates the `backward` of an autograd function; a second derivative of `what` raises.
 
-    Torch's `once_differentiable` raises only where backward runs through the whole graph: under
-    `torch.autograd.grad` of some tensors the term is silently missing, and so is one that depends
-    on saved tensors alone. Here the gradient keeps its history, and raises where that is needed.
+    Torch's `once_differentiable` raises only if backward runs through the whole graph. Under
+    `torch.autograd.grad` of some tensors the term is silently missing, and so is a term that
+    depends only on saved tensors. Here the gradient keeps its history, and raises if that is used.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,15 +127,15 @@ class _NotAgain(UntracedFunction):
 # -- autocast ------------------------------------------------------------------------------------
 # Keeping torch.autocast away from local tensors.
 #
-# Autocast has run when a call arrives at a DTensor, and planning relies on the dtypes that it
-# chose. Torch ops that run on local tensors after that, in local functions and around collectives,
-# must not be cast a second time.
+# Autocast has already run when a call reaches a DTensor, and planning relies on the dtypes that it
+# chose. Torch ops that later run on local tensors, in local functions and around collectives, must
+# not be cast a second time.
 
 
 def is_cast_before(op: OpOverload) -> bool:
     """Whether autocast has a kernel for this op on every device.
 
-    Then that has run before the op arrives at a DTensor, and autocast is off inside the op.
+    If so, it has run before the op reaches a DTensor, and autocast is off inside the op.
     """
     return all(has_kernel_for_key(op.name(), key) for key in ("AutocastCPU", "AutocastCUDA"))
 

@@ -24,8 +24,8 @@ import torch.distributed.nn.functional  # noqa: F401
 from shardwise._torch.c10d import default_store
 from shardwise.errors import WorldError
 
-# Its functions have the default group of the moment of import as an argument's default, and any
-# optimizer imports it: late, that keeps the group alive. See `_let_go_of_groups`.
+# Its functions take the default group at import time as the default of an argument. Any optimizer
+# imports it; an import that late would keep the group alive. See `_let_go_of_groups`.
 
 
 _epochs = itertools.count(1)
@@ -44,7 +44,7 @@ class World:
         self.rank: int = group.rank()
         #: The ranks of this process: its own, or all of a simulated world.
         self.present = tuple(range(self.size)) if simulated else (self.rank,)
-        #: Whether tensors have values; not where one rank is played for its layouts alone.
+        #: Whether tensors have values; False if one rank is played only for its layouts.
         self.has_values = True
         #: The grid of each mesh, by value; see core.mesh.
         self.grids: dict[Any, Any] = {}
@@ -98,8 +98,8 @@ def _empty_caches() -> None:
 def _let_go_of_groups() -> None:
     """Frees the process groups of worlds that are over, whose destructors join their threads.
 
-    A thread of gloo that is late to free a tensor needs the interpreter; while that is torn down,
-    asking for it ends the process with SIGABRT.
+    A gloo thread that frees a tensor late needs the interpreter; if that is being torn down, the
+    process ends with SIGABRT.
     """
     for world in _known:
         if not world.alive:
@@ -136,7 +136,7 @@ class _NoGroup:
 
 @functools.lru_cache(maxsize=16)
 def absent_world(size: int) -> World:
-    """The world of tensors that were loaded without a process group: nothing can be sent in it."""
+    """The world of tensors loaded without a process group, in which nothing can be sent."""
     return World(_NoGroup(size), simulated=False)
 
 
@@ -158,8 +158,8 @@ in_simulated_world._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # -- what ranks do -------------------------------------------------------------------------------
-# For ranks whose collective failed: the group cannot be used any more, but the store of the
-# rendezvous can.
+# For ranks whose collective failed: they can no longer use the group, but still the store of the
+# rendezvous.
 
 
 _EVERY_S = 0.02
@@ -170,7 +170,7 @@ def _key(topic: str, rank: int) -> str:
 
 
 def post(text: str, topic: str = "doing") -> None:
-    """Write what this rank does to the store; what it wrote first stays."""
+    """Write to the store what this rank is doing; only its first text is kept."""
     with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone, or the group
         default_store().compare_set(_key(topic, dist.get_rank()), "", text)
 

@@ -26,13 +26,13 @@ DEFAULT_RULES: list[Callable[[Any], Rule | None]] = []
 #: Rules that a program registered; they take precedence over the catalog.
 REGISTERED: Table = {}
 
-#: Cleared when a rule is added: calls planned before may have another plan now.
+#: Cleared when a rule is added: plans made before may no longer be right.
 rule_caches: list[Callable[[], None]] = []
 
 
 @functools.lru_cache(maxsize=4096)
 def find_rule(op: Any) -> Rule | None:
-    """The rule of an op; an in-place op, or one that copies a view, has the rule of its twin."""
+    """The rule of an op; an in-place op, or an op that copies a view, has the rule of its twin."""
     rule = REGISTERED.get(op) or CATALOG.get(op)
     if rule is not None or not isinstance(op, OpOverload):
         return rule
@@ -47,14 +47,14 @@ rule_caches.append(find_rule.cache_clear)
 
 @functools.lru_cache(maxsize=4096)
 def written_twin(op: Any) -> OpOverload | None:
-    """The functional twin of an op that writes to its first argument alone, and returns it."""
+    """The functional twin of an op that writes only to its first argument, and returns it."""
     if not isinstance(op, OpOverload) or written_inputs(op) != (0,) or op in _RESIZES:
         return None
     if torch.Tag.nondeterministic_seeded in op.tags:
         return None  # the twin would draw other numbers
     twin = functional_twin(op)
-    # `copy_` is what copies back; `set_` replaces the memory. A table is never gathered, not even
-    # to scale its rows down.
+    # `copy_` itself does the copying back; `set_` replaces the memory. A table is never gathered,
+    # not even to scale its rows down.
     aten = torch.ops.aten
     if twin is None or twin in (
         aten.copy.default,
@@ -165,7 +165,7 @@ def _rule_of(choices: Choices) -> Rule:
 
 
 def _checked(call: Call, choice: Choice) -> Choice:
-    """The choice with dims counted from 0; raises where it does not fit the call's tensors."""
+    """The choice with dims counted from 0; raises if it does not fit the call's tensors."""
     if not isinstance(choice, Choice):
         raise ArgumentError(f"The rule of {call.op} has to yield Choices, found {choice!r}.")
     found = []
@@ -239,12 +239,12 @@ Shardings = Sequence[tuple[Sequence[Placement | None], Sequence[Placement | None
 
 
 def register_sharding(op: Any) -> Callable[[Callable[..., Shardings]], Callable[..., Shardings]]:
-    """Decorates a function that lists the acceptable shardings of `op`, or of each op of a list.
+    """Decorate a function that lists the acceptable shardings of `op`, or of each op in a list.
 
     The function takes the op's arguments, with the global shape (`shape`, `ndim`, `stride`,
     `dtype`) in place of each tensor, and returns pairs: the placements of the outputs, then those
-    of the arguments, None where an argument is not a tensor. Each is for one mesh axis. The rule
-    replaces an existing one.
+    of the arguments, with None for an argument that is not a tensor. Each is for one mesh axis. The
+    rule replaces an existing one.
     """
     ops = [overload(o) for o in (op if isinstance(op, (list, tuple)) else [op])]
 
@@ -284,7 +284,7 @@ def _flat(placements: Any) -> tuple[Any, ...]:
 
 
 # -- schema --------------------------------------------------------------------------------------
-# Variants of an op: functional twins, view twins, and calls by position.
+# Related forms of an op: its functional twin, its view twin, and its call by position.
 
 
 def functional_twin(op: OpOverload) -> OpOverload | None:

@@ -1,13 +1,14 @@
 """Factors of Partial tensors: a call with one that is not finite reduces the terms first.
 
 Note [Factors of a Partial]
-Infinity times a sum is infinite, but times its terms it may be NaN: a term may be zero, or have the
-other sign. So it is with a division by zero. Plans ignore values, so a call that passes a Partial
-on reads the other operands when it runs: all numbers, and tensors on the CPU. On a GPU reading
-would wait for the device, and in a graph there is nothing to read: there such an entry is NaN.
+Infinity times a sum is infinite, but the sum of infinity times each term may be NaN: a term may be
+zero, or have the other sign. Division by zero has the same problem. Plans ignore values, so a call
+that passes a Partial on reads the other operands when it runs: all numbers, and tensors on the CPU.
+On a GPU reading would wait for the device, and in a graph there is nothing to read: there such an
+entry is NaN.
 
-The ranks decide alike, without a message: where an axis is reduced, all of them hold the same
-factors.
+The ranks decide alike without communicating: along an axis that is reduced, all of them hold the
+same factors.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _DIVISIONS = frozenset({aten.div.Tensor, aten.div.Scalar})
 
 
 class _Bounds:
-    """The sizes of numbers that may be applied to each term of a sum of this dtype."""
+    """The range of numbers that may be applied to each term of a sum of this dtype."""
 
     def __init__(self, op: Any, dtype: torch.dtype) -> None:
         self.divides = op in _DIVISIONS or (
@@ -59,7 +60,7 @@ class _Bounds:
         return abs(number) <= self.largest
 
     def allows_all(self, x: torch.Tensor) -> bool:
-        """Whether they allow all entries of `x`, as far as it has values to read."""
+        """Whether the bounds allow all entries of `x`, if it has values to read."""
         if type(x) is not torch.Tensor:
             return not has_values(x) or all(map(self.allows_all, parts_of(x)))
         if not x.is_cpu:
@@ -86,7 +87,7 @@ def bounded(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """The local call of a plan, which reduces Partial operands first where a factor demands it."""
+    """A plan's local call, which reduces Partial operands first if a factor is out of bounds."""
     call = call_local(plan)
     added, linear = _partial_axes(plan)
     if not added:
@@ -122,9 +123,9 @@ def bounded(
 
 
 def _partial_axes(plan: CallPlan) -> tuple[frozenset[int], frozenset[int]]:
-    """The axes that the op passes terms of a sum on along; those where it does nothing else.
+    """The axes along which the op passes terms of a sum on, and those where it does only that.
 
-    Along the others shards are multiplied, and to their products the terms are added: there the
+    Along the others, shards are multiplied and the terms are added to the products: there the
     factors differ from rank to rank.
     """
     if len(plan.outputs) != 1 or not is_partial(plan.outputs[0]):
@@ -148,7 +149,7 @@ def _is_factor(layout: Layout, plan: CallPlan) -> bool:
 
 
 def _is_number(arg: Any, bounds: _Bounds) -> bool:
-    """Whether a number is not in the cache key, or is and is out of bounds."""
+    """Whether a number is not in the cache key, or is in it and out of bounds."""
     return isinstance(arg, (float, complex)) or (isinstance(arg, int) and not bounds.allows(arg))
 
 

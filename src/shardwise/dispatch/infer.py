@@ -1,8 +1,8 @@
 """The global shape, stride and dtype of an op's outputs: the op runs on fake tensors.
 
 Note [Kernels are asked]
-What torch's shape functions refuse, its kernels may refuse with another type of error, and kernels
-refuse what shape functions accept. Where that matters, the kernel itself runs on small tensors,
+torch's shape functions and kernels may raise different types of errors, and kernels refuse some
+calls that shape functions accept. Where that matters, the kernel itself runs on small tensors,
 equal on all ranks: `as_on_one_device`, `check_target_dtypes`.
 """
 
@@ -69,11 +69,11 @@ def infer_outputs(
 
 
 def _elementwise(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorMeta | None:
-    """The result of a pointwise op; None where torch has to infer it.
+    """The result of a pointwise op; None if torch has to infer it.
 
     Torch's shape functions for these ops are written in Python. The first call of one imports the
-    compiler, which takes longer than everything else that a first call does, and those that are
-    made of several ops give other strides than the kernels.
+    compiler, which takes longer than the rest of a first call, and those composed of several ops
+    give other strides than the kernels.
     """
     if not _infers_in_python(op) or any(
         isinstance(a, (Layout, torch.Tensor)) for a in kwargs.values()
@@ -162,7 +162,7 @@ def _returns_new(op: Any) -> bool:
 
 
 def _shares_entries(x: Any) -> bool:
-    """Whether several entries are one place in memory."""
+    """Whether several entries share one memory location."""
     if not isinstance(x, torch.Tensor):
         return False
     if any(type(part) is not int for part in (*x.shape, *x.stride())):
@@ -179,7 +179,7 @@ def outputs_of(
     *,
     symbolic: bool,
 ) -> tuple[tuple[TensorMeta, ...], Any]:
-    """As `infer_outputs`, for an op whose rule may know more than torch does."""
+    """Like `infer_outputs`, for an op whose rule may know more than torch does."""
     if rule.shaped_like is None:
         return infer_outputs(op, args, kwargs, symbolic=symbolic)
     model = inputs[rule.shaped_like]
@@ -204,7 +204,7 @@ def _call_fake(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 class ResizedError(UnsupportedError):
-    """One device would resize a tensor that is written to."""
+    """The op would resize a tensor that it writes to, on one device."""
 
 
 #: With more entries than this in all its tensors, a kernel is not asked.
@@ -245,7 +245,7 @@ def check_target_dtypes(
     names: Sequence[str],
     dtypes: Sequence[torch.dtype],
 ) -> None:
-    """Raise what the kernel raises for the dtypes of the tensors that `op` is to write to.
+    """Raise the kernel's error for the dtypes of the tensors that `op` is to write to.
 
     `names` are the keywords that hold them, `dtypes` those of the results. An error that the kernel
     raises for tensors of these dtypes too is ignored: it is about the small tensors.
@@ -276,9 +276,9 @@ _taken: set[Any] = set()
 
 
 def check_whole_numbers(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise what the kernel raises for tensors of integers or bools, and not for floats.
+    """Raise the kernel's error for tensors of integers or bools, if floats raise none.
 
-    Decompositions and shape functions take integers where kernels do not.
+    Decompositions and shape functions accept integers that kernels refuse.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if any(t.is_floating_point() or t.is_complex() for t in tensors):
@@ -339,7 +339,7 @@ def faked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], di
 
 
 def _is_dense(leaf: Any) -> bool:
-    """Whether it surely is: a data-dependent size cannot be compared with 0 or 1."""
+    """Whether it is dense for certain: a data-dependent size cannot be compared with 0 or 1."""
     return isinstance(leaf, torch.Tensor) and is_contiguous_or_false(leaf)
 
 

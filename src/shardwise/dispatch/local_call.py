@@ -1,11 +1,11 @@
 """What a plan runs on local operands: the op or a local function, mapped over ranks if needed.
 
 Note [Ops that refuse values]
-An index out of range, a probability above one, a division by zero: where ranks hold different
-values, one rank may raise alone, and the others would wait for it in the next collective. So the
-ranks agree (`comm.agreement.raise_together`). So they do where all see the same values, but some
-have no entries, for which a kernel does not look at them. Not on CUDA, where torch asserts on the
-device, nor in compiled code, which does not read values.
+An index out of range, a probability above one, a division by zero: if ranks hold different values,
+one rank may raise alone, and the others would wait for it in the next collective. So the ranks
+agree (`comm.agreement.raise_together`). They also agree if all see the same values but some have an
+empty shard, for which a kernel does not read them. They do not agree on CUDA, where torch asserts
+on the device, nor in compiled code, which does not read values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ aten = torch.ops.aten
 def local_call(
     op: Any, plan: CallPlan, binding: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """What runs on the local operands; its results have the memory order of the layouts."""
+    """The function that runs on the local operands; its results have the layouts' memory order."""
     call = _local_call(op, plan, binding)
     if _runs_other_ops(op, plan) and not _runs_itself_cast(op, plan):
         call = without_autocast(call)
@@ -54,7 +54,7 @@ def local_call(
 
 
 def has_other_strides(result: Any, outputs: Sequence[Layout]) -> bool:
-    """Whether a result is not dense, or has another memory order than its layout.
+    """Whether a result is not dense, or is in another memory order than its layout.
 
     Traced results are not checked: the graph keeps their strides.
     """
@@ -97,7 +97,7 @@ def restrided(call: Callable[..., Any], outputs: Sequence[Layout]) -> Callable[.
 
 
 def is_memory_of(result: Any, operands: Sequence[Any]) -> bool:
-    """Whether a result shares memory with an operand: a kernel may skip the copy of a small shard.
+    """Whether a result shares memory with an operand: a kernel may not copy a small shard.
 
     Traced results are not checked: a graph returns new memory.
     """
@@ -121,9 +121,9 @@ def unaliased(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _local_call(op: Any, plan: CallPlan, binding: Callable[..., Any] | None) -> Callable[..., Any]:
-    """What runs on the local operands, mapped over the ranks where that is needed.
+    """The function that runs on the local operands, mapped over the ranks if needed.
 
-    It is where the function or an argument differs between ranks, and where torch or a Python
+    That is needed if the function or an argument differs between ranks, or if torch or a Python
     function reads sizes, which may differ.
     """
     if op is aten.detach.default and plan.local is None:
@@ -219,7 +219,7 @@ _COMPOSITE = {torch.ops.aten.linear.default: torch.nn.functional.linear}
 def fastest(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any
 ) -> Callable[..., Any]:
-    """Torch's own binding of an op where there is one, else the op.
+    """Torch's own binding of an op if there is one, else the op.
 
     Calling an OpOverload from Python takes about twice as long as its binding. The binding is tried
     on fake tensors under a mode that lets only this op through; `made` is its result, as
@@ -301,7 +301,7 @@ DIVISIONS = (
 def raising_together(
     op: Any, inputs: Sequence[Layout], call: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The local call of `op`, which raises on every rank where it raises on one."""
+    """The local call of `op`, which raises on every rank if it raises on one."""
     if op not in REFUSED and isinstance(op, OpOverload):
         op = functional_twin(op)
     if op not in REFUSED:
@@ -326,7 +326,7 @@ def raising_together(
 
 
 def _looks_at_values(op: Any, operands: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether this call may refuse values: it may divide by a number, or leave out its checks."""
+    """Whether this call may refuse values: it divides by a tensor, or does not skip its checks."""
     if op in DIVISIONS:
         return isinstance(operands[-1], torch.Tensor)
     arguments = op._schema.arguments if isinstance(op, OpOverload) else ()

@@ -1,8 +1,8 @@
 """Shapes and memory order of results, where torch's shape functions differ from its kernels.
 
-The kernel is asked (Note [Kernels are asked] in `infer`): it runs on small tensors whose dims lie
-in memory as those of the call do, on the device of the mesh. So the answer is that of this build of
-torch, on this device.
+The kernel is asked (Note [Kernels are asked] in `infer`): it runs on small tensors with the memory
+order of the call's tensors, on the device of the mesh. So the answer holds for this build of torch
+on this device.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def with_kernel_strides(
 ) -> Any:
     """`result`, the tensors without values of an `ASKED` op, in the memory order of its kernel.
 
-    It stays as it is where the kernel refuses the small tensors.
+    It stays as it is if the kernel refuses the small tensors.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if not all(t.numel() for t in tensors):
@@ -300,7 +300,7 @@ def iterated_stride(shape: Shape, operands: Sequence[Any]) -> Shape:
 
 
 def _common_stride(shape: Shape, strides: Sequence[Shape]) -> Shape | None:
-    """The strides where all operands have the same ones; those of dims of size 1 do not matter."""
+    """The strides that all operands share, if they do; those of dims of size 1 do not matter."""
     row_major = contiguous_stride(shape)
     if 0 in shape or all(same_stride(shape, stride, row_major) for stride in strides):
         return row_major
@@ -348,7 +348,7 @@ def _outermost_first(shape: Shape, strides: Sequence[Shape]) -> list[int]:
 
 
 def _compared(shape: Shape, strides: Sequence[Shape], one: int, other: int) -> int:
-    """Negative where dim `one` is inside `other`, positive where it is outside, 0 for unknown."""
+    """Negative if dim `one` is inside `other` in memory, positive if outside, 0 if unknown."""
     for stride in strides:
         if not stride[one] or not stride[other]:
             continue

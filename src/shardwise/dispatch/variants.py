@@ -1,8 +1,8 @@
 """Variants of ops: in place, with out=, and foreach.
 
-A write must not change the layout. An op that is linear in a Partial tensor works on the terms; any
-other works on the reduced value, which becomes the one term that is not zero. Either way the
-reduction stays cached: clipping gradients and then stepping reduces them once.
+A write must not change the layout. An op that is linear in a Partial tensor is applied to the
+terms. Any other op is applied to the reduced value, which is then stored as the only nonzero term.
+Either way the reduction stays cached: clipping gradients and then stepping reduces them once.
 """
 
 from __future__ import annotations
@@ -130,12 +130,12 @@ def _distinct(local: torch.Tensor, layout: Layout) -> torch.Tensor:
 # -- overlapping memory ----------------------------------------------------------------------
 #
 # One device refuses to write to memory that the op reads in another order. Torch's kernels compare
-# memory, which does not work where an operand was redistributed: it is a copy. So a call that
-# writes and moves compares the tensors themselves.
+# memory, which fails for an operand that was redistributed: it is a copy. So a call that writes and
+# redistributes compares the tensors themselves.
 
 
 def watch_overlaps(op: Any, entry: Entry) -> None:
-    """Have a planned call that writes and moves refuse operands that overlap its target."""
+    """Make a planned call that writes and redistributes refuse operands that overlap its target."""
     if entry.move is not None and compares_memory(op):
         entry.move = _checked_first(op, entry.move)
 
@@ -150,7 +150,7 @@ def compares_memory(op: Any) -> bool:
 def check_overlaps(op: Any, args: Sequence[Any]) -> None:
     """Raise if an operand is part of the first one's memory, or all of it in another order.
 
-    Two views of parts of one tensor are not compared: their offsets are not known.
+    Two views of different parts of one tensor are not compared: their offsets are not known.
     """
     target = args[0]
     if not isinstance(target, Wrapped):  # many at once, under vmap

@@ -1,4 +1,4 @@
-"""Wrapped: the base of DTensor, for code that the class itself needs; reductions of Partials."""
+"""Wrapped: the base class of DTensor, for code that DTensor itself imports; cached reductions."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def remember(tensor: Any, reduced: torch.Tensor, layout: Layout, *, writing: boo
 
 
 # Note [Lent memory]
-# A write to a DTensor counts on the DTensor, and on its views and `detach()`. A plain tensor that
-# `to_local` lent has another counter. Writes count on it too, once something was lent on the mesh:
-# so backward raises if it needs what was overwritten, as on one device.
+# A write to a DTensor bumps the version counter that it shares with its views and `detach()`. A
+# plain tensor that `to_local` lent has another counter. Once something was lent on the mesh, writes
+# bump that too, so backward raises if it needs overwritten values, as on one device.
 
 
 def lend(tensor: Any) -> torch.Tensor:
@@ -102,7 +102,7 @@ def lend(tensor: Any) -> torch.Tensor:
 
 
 def begin_lending(tensor: Any) -> bool:
-    """Have writes to `tensor` count on the local tensor, whose aliases share its counter.
+    """Make writes to `tensor` count on the local tensor, whose aliases share its counter.
 
     False for a view whose base holds another local tensor: writes count on that one.
     """
@@ -115,7 +115,7 @@ def begin_lending(tensor: Any) -> bool:
 
 
 def count_on_lent(tensor: Any) -> None:
-    """Count a write to `tensor` on what was lent of its memory."""
+    """Count a write to `tensor` on the aliases of its memory that were lent."""
     try:
         local = tensor._local
     except AttributeError:  # some ops write to plain tensors too

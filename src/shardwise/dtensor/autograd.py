@@ -1,8 +1,8 @@
 """Redistribution and conversions with their gradients; reduction of Partial gradients.
 
 Note [Gradients are global]
-The gradient of a DTensor is a DTensor whose global value is what one device would have; its layout
-is whatever was cheapest. Only conversions from and to local tensors have to choose a layout:
+The gradient of a DTensor is a DTensor whose global value is one device's gradient; its layout is
+whatever was cheapest. Only conversions from and to local tensors have to choose a layout:
 
     forward placement   default gradient placement
     Shard               Shard
@@ -82,7 +82,7 @@ world_caches.append(gradient_layout_of[0].cache_clear)
 def unexpanded(layout: Layout) -> Layout:
     """`layout` without expanded dims: for a clone, and for a gradient.
 
-    Entries that share memory have gradients of their own.
+    Entries that share memory have separate gradients.
     """
     if not layout.expanded:
         return layout
@@ -183,7 +183,7 @@ def bare_apply(function: type[torch.autograd.Function]) -> Any:
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Any:
-    """As `bare_apply`, and makes snapshots among the arguments `current`."""
+    """Like `bare_apply`, but first makes snapshots among the arguments `current`."""
     apply = bare_apply(function)
 
     def applied(*args: Any) -> Any:
@@ -262,8 +262,8 @@ def refuse_transformed(x: torch.Tensor, where: str) -> None:
 def to_leaf_layout(cls: Any, layout: Layout, grad: Any) -> Any:
     """A hook that moves a gradient to the layout of its leaf; None if nothing changes.
 
-    It stays Partial over axes that replicate the leaf, and is reduced when it is used. A plain
-    gradient comes from one of torch's formulas and counts as replicated.
+    The gradient stays Partial over axes that replicate the leaf, and is reduced when it is used. A
+    plain gradient comes from one of torch's formulas and counts as replicated.
     """
     if type(grad) is cls and grad._layout is layout:  # nearly always
         return None
@@ -336,7 +336,7 @@ class ToLocal(UntracedFunction):
 
 
 def _in_order_of(layout: Layout, grads: Sequence[torch.Tensor]) -> Layout:
-    """The layout of a gradient, in the memory order that it has if every rank has the same.
+    """The layout of a gradient, in its memory order if that is the same on every rank.
 
     So the gradient of `full_tensor()` has the strides of a copy's gradient on one device.
     """
@@ -422,7 +422,7 @@ def _as_sums(layout: Layout) -> Layout:
 def from_local_layouts(
     layout: Layout, grad_layout: Layout | None, cls: Any, async_op: bool = False
 ) -> tuple[Any, ...]:
-    """What `from_local` keeps for backward, of a plain tensor.
+    """What `from_local` saves for backward, for a plain tensor.
 
     Without `grad_layout`, the gradient has its default layout. The weight is that of a rank's term:
     1 in a sum, 1/n in an average.
@@ -462,7 +462,7 @@ BUCKET_BYTES = 25 * 1024 * 1024
 
 
 def refuse_hooks(parameter: torch.Tensor, named: str) -> None:
-    """Raise if a parameter that will be replaced has hooks of a user: they would be lost."""
+    """Raise if a parameter that will be replaced has a user's hooks: they would be lost."""
     if any(users_hooks(parameter)):
         raise UnsupportedError(
             f"{named} has hooks, and will be replaced by a sharded one, whose gradients they would "

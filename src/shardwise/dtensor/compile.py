@@ -1,9 +1,9 @@
 """DTensors under torch.compile and torch.export: flattening, conversions as ops, views.
 
-torch.compile cannot trace how a tensor subclass is made, but takes an op as it is. So `from_local`,
-the factories and `distribute_tensor` are ops of `torch.ops.shardwise` while a region is traced;
-their arguments are ints and strings, so placements and meshes are encoded. torch.export records
-ops on DTensors and must know where each local tensor came from: there `redistribute` and
+torch.compile cannot trace the construction of a tensor subclass, but records an op as it is. So
+while a region is traced, `from_local`, the factories and `distribute_tensor` are ops of
+`torch.ops.shardwise`. Ops take ints and strings, so placements and meshes are encoded. torch.export
+records ops on DTensors and must know where each local tensor came from: there `redistribute` and
 `to_local` are ops too.
 
 Note [Part names]
@@ -46,7 +46,7 @@ _MAX_KNOWN = 64
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class FlatContext:
-    """What a compiled graph knows of a DTensor besides its plain tensors and the sizes.
+    """What a compiled graph knows about a DTensor besides its plain tensors and the sizes.
 
     Sizes are separate, so that a new batch size needs no new graph. Contexts are interned: guards
     compare two for each input of each call, and comparing identity needs no Python.
@@ -112,10 +112,10 @@ def make_context(
 
 
 def _ties_sizes(local: torch.Tensor, layout: Layout) -> bool:
-    """Tell the compiler what concrete shard sizes say about symbolic global sizes; whether any did.
+    """Tell the compiler what concrete shard sizes imply for symbolic global sizes; whether any did.
 
-    A shard of size 0 or 1 has no symbol, and explicit sizes are ints. This must be known before the
-    first op: torch loses the size of an output that becomes constant later on.
+    A shard of size 0 or 1 has no symbol, and explicit sizes are ints. The compiler must know this
+    before the first op: torch loses the size of an output that becomes constant later.
     """
     tied = False
     for placement in layout.placements:
@@ -132,10 +132,10 @@ def _ties_sizes(local: torch.Tensor, layout: Layout) -> bool:
 def _ties_dim(
     layout: Layout, dim: int, coordinates: Sequence[Coordinate], shard_sizes: Sequence[Any]
 ) -> bool:
-    """Where the shards of all ranks have one size, the global size is a multiple of it.
+    """If the shards of all ranks have one size, the global size is a multiple of it.
 
-    Otherwise later sizes would be computed from both symbols, and compared. Where shards have
-    symbols of their own, one graph may serve even and uneven sizes.
+    Without this fact, later sizes would be computed from both symbols, and compared. If shards have
+    separate symbols, one graph may serve even and uneven sizes.
     """
     size, first = layout.shape[dim], shard_sizes[0]
     num_shards = math.prod(layout.grid.shape[axis] for axis in layout.axes_of(dim))
@@ -290,9 +290,9 @@ def is_traceable(requires_grad: bool, generator: torch.Generator | None = None) 
 # -- views that enter a compiled region ------------------------------------------------------
 #
 # torch.compile replays a view on a fake of its base. Numbers of the view, such as the start of a
-# slice, become symbols of no input, and a rule that compares one leaves a guard that torch cannot
-# express. A view of a DTensor has its parts and its layout: it is assembled from fakes of the
-# parts, as a tensor that is not a view would be, and declared a view of the base.
+# slice, become symbols that belong to no input, and a rule that compares one leaves a guard that
+# torch cannot express. But a view of a DTensor has parts and a layout like any DTensor. So it is
+# assembled from fakes of its parts, and declared a view of the base.
 
 #: The last DTensor that was assembled from parts: torch makes the fake of a view just before it
 #: replays the view.

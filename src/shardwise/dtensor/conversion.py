@@ -87,7 +87,7 @@ def global_layout(
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
 ) -> Layout:
-    """As `local_layout`, unchecked; `local` may be what a rank outside the mesh would bring."""
+    """Like `local_layout`, unchecked; `local` may be that of a rank outside the mesh."""
     if shape is not None:
         whole: Shape = as_sizes(shape)
         normal = normalize(placements, whole, grid)
@@ -150,13 +150,13 @@ def stride_like(local: torch.Tensor, shape: Sequence[Size]) -> Shape:
 
 
 def own_stride(tensor: torch.Tensor) -> Shape:
-    """The strides of a dense tensor, also along dims of size 1; else those of a dense one."""
+    """The strides of `local` if it is dense, also along dims of size 1; else dense strides."""
     dense = stride_like(tensor, tensor.shape)
     return tensor.stride() if same_stride(tensor.shape, tensor.stride(), dense) else dense
 
 
 def check_plain_part(value: Any, asked: str) -> None:
-    """Raise where `value` cannot be a local tensor: no tensor, a DTensor, not strided."""
+    """Raise if `value` cannot be a local tensor: not a tensor, a DTensor, or not strided."""
     if type(value) is torch.Tensor and value.layout is torch.strided:
         return
     if not isinstance(value, torch.Tensor):
@@ -203,7 +203,7 @@ def check_all_ranks(
 ) -> None:
     """Compare shapes, strides, dtypes and requires_grad over all ranks, so that all of them raise.
 
-    No rank may raise before this for a reason that it alone can see.
+    No rank may raise before this for a reason that other ranks cannot see.
     """
     rows = all_metas(local, grid, "from_local(run_check=True)")
     first = torch.empty_strided(rows[0].shape, rows[0].stride, dtype=rows[0].dtype, device="meta")

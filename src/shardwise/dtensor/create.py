@@ -43,10 +43,10 @@ def distribute_tensor(
 ) -> DTensor:
     """Shard a tensor that every rank has over a mesh, as a new leaf.
 
-    Every rank gets its shard of the values at coordinate `src_data_rank` of each mesh axis, and
-    nothing more is sent to it. With None, each rank takes its shard of its own values and nothing
-    is communicated. A tensor on the meta device stays there: `Module.to_empty` and
-    `reset_parameters` give it memory and values.
+    Every rank receives its shard of the values at coordinate `src_data_rank` of each mesh axis, and
+    nothing else. With None, each rank takes its shard of its own values and nothing is
+    communicated. A tensor on the meta device stays there: `Module.to_empty` and `reset_parameters`
+    give it memory and values.
 
     >>> import shardwise, torch
     >>> with shardwise.simulate(2):
@@ -152,8 +152,8 @@ def distribute_module(
     """Make the parameters and buffers of a module DTensors, in place.
 
     `partition_fn(name, submodule, mesh)` is called for every submodule and may register DTensor
-    parameters; what it leaves is replicated. `input_fn(module, inputs, mesh)` runs before the
-    module's forward and `output_fn(module, outputs, mesh)` after it.
+    parameters; all others are replicated. `input_fn(module, inputs, mesh)` runs before the module's
+    forward and `output_fn(module, outputs, mesh)` after it.
     """
     mesh = device_mesh if device_mesh is not None else current_mesh()
     grid = grid_of(mesh)
@@ -229,7 +229,8 @@ def zeros(
 ) -> DTensor:
     """A DTensor of zeros, laid out over `device_mesh` by `placements`.
 
-    Without a mesh it lies on the current one (`with mesh:`); without placements it is replicated.
+    Without `device_mesh` the current mesh is used (`with mesh:`); without placements the tensor is
+    replicated.
     """
     if is_traceable(requires_grad):
         return _traced_create(shape_of(size), 0.0, dtype, layout, device_mesh, placements)
@@ -258,7 +259,7 @@ def empty(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """A DTensor without values of its own; options as for `zeros`."""
+    """A DTensor with uninitialised values; options as for `zeros`."""
     if is_traceable(requires_grad):
         return _traced_create(shape_of(size), None, dtype, layout, device_mesh, placements)
     return _create(torch.empty, size, (), dtype, layout, requires_grad, device_mesh, placements)
@@ -291,7 +292,7 @@ def rand(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Uniform random numbers, the ones that one device would draw.
+    """Uniform random numbers, equal to those that one device would draw.
 
     Options as for `zeros`, and `generator`.
     """
@@ -311,7 +312,7 @@ def randn(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Normal random numbers, the ones that one device would draw; options as for `rand`."""
+    """Normal random numbers, equal to those that one device would draw; options as for `rand`."""
     if is_traceable(requires_grad, generator):
         new = _traced_create(shape_of(size), None, dtype, layout, device_mesh, placements)
         return new.normal_()
@@ -350,9 +351,9 @@ def randperm(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """A random order of the integers from 0 to `n` - 1; options as for `rand`.
+    """A random permutation of the integers from 0 to `n` - 1; options as for `rand`.
 
-    Each rank draws all of it.
+    Each rank draws the whole permutation.
     """
     dtype = dtype or torch.int64
     if is_traceable(requires_grad, generator):

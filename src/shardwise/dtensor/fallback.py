@@ -1,9 +1,9 @@
 """Ops without a rule: decomposed, run on gathered operands, or fused optimizer steps.
 
 Each op of a decomposition is planned like any other call. An op with a kernel above autograd comes
-here where there is no autograd (`torch.inference_mode`, the meta device): the kernel is then its
-decomposition. Operands are gathered where values decide the shape of the result (`nonzero`,
-`masked_select`), and inside `fallback("replicate")` where nothing else is left.
+here if there is no autograd (`torch.inference_mode`, the meta device): the kernel is then its
+decomposition. Operands are gathered if the shape of the result is data-dependent (`nonzero`,
+`masked_select`), and inside `fallback("replicate")` if nothing else works.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def _single_form(name: str, second: Any, writes: bool) -> tuple[Any, bool]:
 def _unscale(tensors: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """The op of a GradScaler: scale gradients, and note whether any holds an infinity or NaN.
 
-    Partial gradients are reduced together, and keep the result. The counts of all gradients are
-    added first, so that there is one collective per mesh axis.
+    Partial gradients are reduced together, and their reductions are cached. The counts of all
+    gradients are added first, so that one collective per mesh axis suffices.
     """
     distributed = [tensor for tensor in tensors if hasattr(tensor, "_layout")]
     whole = [tensor for tensor in tensors if not hasattr(tensor, "_layout")]
@@ -276,7 +276,7 @@ def run_gathered(
     operands: list[Any],
     wrap: Callable[..., Any],
 ) -> Any:
-    """Run a call that no rule covers on whole tensors. The plan is not kept."""
+    """Run a call that no rule covers on whole tensors. The plan is not cached."""
     entry = whole_entry(op, layouts)
     read_current(layouts, entry)
     _warn(op, entry)
@@ -314,7 +314,7 @@ def _warn(op: Any, entry: Entry) -> None:
 # torch's fused optimizer steps: one kernel for whole lists of parameters, gradients and states.
 #
 # The steps are elementwise, so the kernel is right on local tensors of one layout. A tensor in
-# another layout than its parameter is moved first, and written back after.
+# another layout than its parameter is redistributed first, and written back afterwards.
 
 
 #: The list of numbers, one per parameter; all other lists hold tensors shaped like the parameters.
@@ -416,7 +416,7 @@ def _check(op: Any, tensors: Mapping[str, Any]) -> None:
 def _lend(
     op: Any, position: int, name: str, tensor: Any, first: _LentTensors | None
 ) -> _LentTensors:
-    """`tensor` in the layout of the first loan, the parameter's; a Partial is reduced."""
+    """`tensor` in the layout of the parameter, which is the first loan; a Partial is reduced."""
     layout = tensor._layout
     if first is None:
         target = layout.reduced()
@@ -436,7 +436,7 @@ def _lend(
 
 
 def _share_strides(loans: Sequence[_LentTensors], number: int) -> None:
-    """Give the tensors of a row the same dense strides: the kernels ignore strides."""
+    """Give the tensors of a row the same dense strides, since the kernels ignore strides."""
     parts = [loan.parts[number] for loan in loans]
     if all(part.is_contiguous() for part in parts):
         return

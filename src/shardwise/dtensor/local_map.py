@@ -35,9 +35,9 @@ def local_map(
 ) -> Callable[..., Any]:
     """`func`, which works on local tensors, as a function of DTensors.
 
-    `out_placements` are the placements of the results: one list for all, or a tuple with a list
-    for each, None for one that is not a tensor. `in_placements` are the placements that each
-    argument must have, None where any will do; an argument with others raises, or is moved with
+    `out_placements` are the placements of the results: one list for all, or a tuple with a list for
+    each, and None for a result that is not a tensor. `in_placements` are the placements that each
+    argument must have, None for any; an argument with others raises, or is redistributed with
     `redistribute_inputs`. `in_grad_placements` are the placements of the gradients that `func`
     returns. Without DTensors among the arguments, `func` is called as it is. On a rank outside the
     mesh it gets zeros, and its results are dropped. Also a decorator.
@@ -113,9 +113,9 @@ def _local(
 
 
 def _stand_in(layout: Layout, local: torch.Tensor) -> torch.Tensor:
-    """What the function gets on a rank outside the mesh: zeros, as many as the first rank has.
+    """The argument on a rank outside the mesh: zeros of the first rank's shape.
 
-    So it runs there too, and its results have shapes; their values are dropped.
+    So the function runs there too, and its results have shapes; their values are dropped.
     """
     first = layout.grid.coordinates[layout.grid.ranks[0]]
     shape = layout.local_shape(first)

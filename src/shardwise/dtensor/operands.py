@@ -1,15 +1,15 @@
-"""Operands that are no DTensors: plain tensors (accepted or refused), lists and ints in an index.
+"""Operands that are not DTensors: plain tensors (accepted or refused), lists and ints in an index.
 
-Tensors without dims are accepted, of any mesh too: a gradient norm is computed over parameters of
-several meshes and scales every gradient.
+0-dim tensors are accepted, also those of another mesh: a gradient norm is computed over parameters
+of several meshes and scales every gradient.
 
 Note [Tensors that torch makes]
 A plain tensor may differ between ranks, so it is refused. Tensors that torch itself makes from
-sizes, numbers and its default generator are the same on every rank, provided that the generators
-are: they count as replicated. Ops that always get such a tensor in one position are listed with
-that position. Tensors made by a Python function of torch reach ops of all kinds; only the Python
-stack tells who made them, and it is read only before an error would be raised. In compiled code
-torch decomposes many ops in Python, and all of these functions are such makers.
+sizes, numbers and its default generator count as replicated: they are the same on every rank if the
+generators are. Ops that always get such a tensor in one position are listed with that position.
+Tensors made by a Python function of torch reach ops of all kinds; only the Python stack tells who
+made them, and it is read only before an error would be raised. In compiled code torch decomposes
+many ops in Python, and all of these functions are such makers.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def run_as_plain(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error:
 
 
 def _whole(numbers: Sequence[Any]) -> Callable[[Any], Any]:
-    """A function that replaces each of `numbers` by its plain value, and nothing else.
+    """A function that replaces each of `numbers` by its plain value, and leaves other values alone.
 
     Those of one mesh and dtype are reduced together.
     """
@@ -253,9 +253,9 @@ def as_list(value: Any) -> Sequence[Any]:
 
 # -- gradients of plain tensors --------------------------------------------------------------
 #
-# torch's formulas give a plain tensor that met a DTensor a DTensor gradient, which an optimizer
-# could not add to it. The other way round, the formula of `cat` makes plain zeros for operands of
-# shape (0,), which it skips. Hooks convert both.
+# torch's formulas give a DTensor gradient to a plain tensor that met a DTensor, and an optimizer
+# could not add the two. Conversely, the formula of `cat` makes plain zeros for operands of shape
+# (0,), which it skips. Hooks convert both.
 
 #: The tensors that have the hook, by id.
 _hooked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -506,7 +506,7 @@ def retain_grad(x: Any) -> None:
 
 
 def _is_view_of_product(layout: Layout, of_bias: Layout) -> bool:
-    """Whether one device returns a view of a matrix product: torch itself tells."""
+    """Whether one device returns a view of a matrix product, as torch itself reports."""
     x, bias = (torch.empty_strided(it.shape, it.stride, device="meta") for it in (layout, of_bias))
     weight = torch.empty(of_bias.shape[0], layout.shape[-1], device="meta", requires_grad=True)
     return torch.nn.functional.linear(x, weight, bias)._is_view()

@@ -3,15 +3,15 @@
 Note [A step on local tensors]
 Most optimizers are elementwise, so they can update each shard on its own. For those, `step` runs on
 a twin of the optimizer that holds local tensors in place of DTensors; new state is wrapped again.
-The optimizer itself does not change, nor does what is read from it: groups, state, schedulers,
-checkpoints. This is faster: an op on DTensors costs more than the update of a small tensor, and a
-step makes a dozen for each.
+The optimizer itself does not change, and neither do its groups and state, nor schedulers and
+checkpoints that read them. This is faster: an op on DTensors costs more than the update of a small
+tensor, and a step runs a dozen for each.
 
 The twin's tensors are found once; a later step only checks that they are still the same.
 
-torch offers hooks around every step, and the one before may replace the arguments, the optimizer
-among them. Any other optimizer, and any special case (other hooks, a gradient in another layout),
-steps through DTensors.
+torch has global hooks around every step, and the hook before it may replace the arguments, the
+optimizer among them. Any other optimizer, and any special case (other hooks, a gradient in another
+layout), steps through DTensors.
 """
 
 from __future__ import annotations
@@ -216,9 +216,10 @@ class _Lending:
         self.current, self.gradients = [], []
 
     def _count_writes(self) -> None:
-        """Count the step on the parameters: torch has counted it on their plain local tensors.
+        """Count the step on the parameters: torch has counted it only on their plain local tensors.
 
-        Not where it is fused, nor on a base, nor on aliases with counters of their own.
+        It has not even done that for a fused step, for a base, or for aliases with separate
+        counters.
         """
         for loan in self.current:
             grid = loan.layout.grid

@@ -1,7 +1,7 @@
 """A cache miss of the plan cache: the call is planned, the plan is kept, and the call is run.
 
 `add_argument` builds the key; `Miss` plans and runs. A call that no rule covers is decomposed,
-written back from a new tensor, or gathered.
+copied back from a new tensor, or gathered.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ _SIZES_OF_BACKWARD: dict[Any, Callable[[Sequence[Any]], Sequence[Any]]] = {
 def fix_sizes(op: Any, args: Sequence[Any]) -> None:
     """Specialise the symbolic sizes that the gradient of this call needs as ints, if it has one.
 
-    Before the op runs: a size that is specialised only in backward gets lost among the outputs of
-    forward. Backward calls some of these ops too, without a gradient (that of `abs` calls `sgn`).
+    This runs before the op: torch loses the size of a forward output that is specialised only in
+    backward. Backward calls some of these ops too, without a gradient (that of `abs` calls `sgn`).
     """
     if op not in _SIZES_OF_BACKWARD or not torch.is_grad_enabled():
         return
@@ -305,7 +305,7 @@ def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _may_write_back(target: Any) -> bool:
-    """Whether computing a new tensor and copying it into `target` can replace an in-place call."""
+    """Whether computing a new tensor and copying it to `target` can replace an in-place call."""
     if not isinstance(target, Wrapped):
         return False
     return not target._layout.snapshot and not target._layout.expanded
@@ -331,7 +331,7 @@ def _write_back(op: Any, twin: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _decomposition(op: Any) -> Callable[..., Any] | None:
-    """The decomposition of an op without a rule; None where it has a rule, or no decomposition."""
+    """The decomposition of an op without a rule; None if it has a rule, or no decomposition."""
     if find_rule(plain_op(op)) is not None:
         return None
     found = decomposition_of(plain_op(op))
@@ -368,7 +368,7 @@ def _run_decomposed(
 
 
 def _in_kernel_order(op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
-    """The result of a decomposition, copied where the kernel has another memory order."""
+    """The result of a decomposition, copied if the kernel has another memory order."""
     if not isinstance(result, Wrapped) or result._layout.symbolic or not result.numel():
         return result
     (meta,), _ = infer_outputs(op, [as_layouts(a) for a in args], kwargs, symbolic=False)

@@ -1,18 +1,19 @@
-"""Snapshots: views that had to be copied, and follow writes to their base.
+"""Snapshots: copies in place of views, which follow writes to their base.
 
 Note [Snapshots follow]
-A view whose input had to move is a copy. On one device it would be a view, and later writes to the
-base would show in it. So a snapshot keeps a `Source`: the memory that was copied, and the view. An
-op that reads a snapshot first checks whether the memory was written to since, and if so replays the
-view; that communicates what the view did, and is counted and forbidden like it.
+A view whose input had to be redistributed is a copy. On one device it would be a view, and later
+writes to the base would show in it. So a snapshot keeps a `Source`: the memory that was copied, and
+the view. An op that reads a snapshot first checks whether the memory has been written to since, and
+if so replays the view. Replaying communicates as the view did; strict mode and `CommDebugMode`
+treat it alike.
 
 All ranks must decide alike, or some would wait for the others. So local tensors are not compared:
-torch has a version counter for a tensor and all its views, which a snapshot shares. Where torch
-shares none (`x.data`, deep copies, inference mode), every write to any tensor of the mesh counts.
-Writes to the result of `to_local` are not seen.
+torch has a version counter for a tensor and all its views, which a snapshot shares. If torch shares
+none (`x.data`, deep copies, inference mode), every write to any tensor of the mesh counts. Writes
+to the result of `to_local` are not seen.
 
-Calls without snapshots pay nothing: the mark is in the layout, so calls with snapshots have plans
-of their own, which check first (`follow`).
+Calls without snapshots pay nothing: the mark is in the layout, so calls with snapshots have
+separate plans, which check first (`follow`).
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class Source:
     _clock: torch.Tensor | None
     #: Whether `_clock`, or each snapshot, is known to share the version counter; a view does.
     _shares: bool
-    #: Whether only the count of writes to all tensors of the mesh can be used.
+    #: Whether only the mesh's count of writes can be used.
     _counted: bool
     #: The base and its grad_fn at that time, where torch's autograd sees no view.
     _history: tuple[Callable[[], Any], Any] | None
@@ -158,7 +159,7 @@ class Source:
         self._seen = self._now(base)
 
     def _now(self, x: Any) -> tuple[int, int]:
-        """The numbers of writes to the memory, as `x` knows it, and to all tensors of the mesh."""
+        """The counts of writes to the memory, as seen by `x`, and to all tensors of the mesh."""
         x = self._clock if self._clock is not None else x
         return 0 if self._counted else x._version, self._layout.grid.num_writes
 
@@ -209,7 +210,7 @@ class Source:
 
     @property
     def bits(self) -> tuple[bool, bool]:
-        """Whether one device puts off the conjugate, and the sign, with a bit of the tensor."""
+        """Whether one device would be lazy about the conjugate, and about the sign, with a bit."""
         conjugate, negative = (False, False) if self._above is None else self._above[0].bits
         op = self._take.op if isinstance(self._take, View) else None
         if op is aten.select.int and conjugate and not self._layout.dtype.is_complex:
@@ -269,13 +270,13 @@ def current(x: Any) -> torch.Tensor:
 
 
 def resolve_conj(x: Any) -> Any:
-    """`x`; a copy where one device makes one, to conjugate what it has put off."""
+    """`x`; a copy if one device makes one here, to resolve a lazy conjugate."""
     known = x.__dict__.get(SOURCE)
     return x.clone() if known is not None and known[0].bits[0] else x
 
 
 def resolve_neg(x: Any) -> Any:
-    """`x`; a copy where one device makes one, to negate what it has put off."""
+    """`x`; a copy if one device makes one here, to resolve a lazy negative."""
     known = x.__dict__.get(SOURCE)
     return x.clone() if known is not None and known[0].bits[1] else x
 
@@ -293,7 +294,7 @@ def may_write(x: Any) -> bool:
 def _in_gradient_of_write() -> bool:
     """Whether autograd writes the gradient of a write to a view.
 
-    It copies the base's gradient and overwrites the same view of it, which nobody else knows.
+    It copies the base's gradient and overwrites the same view of the copy, which nothing else uses.
     """
     node = current_node()
     return node is not None and bool(node.name().endswith("CopySlices"))

@@ -6,10 +6,10 @@ static arguments; one dictionary lookup; the local op; one wrapper. It does no p
 inference and no search. Keep it short: every op pays for every line.
 
 Note [Above autograd]
-A DTensor carries one dispatch key more than its device's: that of torch's third private backend,
-which has no tensors of its own. Ops that need the table's or weight's layout in their backward
-have kernels for that key (`KERNELS` in `ops`); all others fall through to torch's autograd at no
-cost, where a `__torch_function__` on the class would cost every call.
+Besides the keys of its device, a DTensor carries one more dispatch key: that of torch's third
+private backend, which has no tensors itself. Ops whose backward needs the layout of a table or
+weight have kernels for that key (`KERNELS` in `ops`); all others fall through to torch's autograd
+at no cost. A `__torch_function__` on the class would cost every call.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class DTensor(Wrapped):
         return self
 
     def register_hook(self, hook: Any) -> Any:
-        """As for any tensor. What a hook makes of the gradient of a leaf has the leaf's layout."""
+        """As for any tensor. What a leaf's hook returns is moved to the leaf's layout."""
         if self.is_leaf:
             hook = functools.partial(_call_on_leaf, hook, weakref.ref(self))
         elif not has_siblings(self):
@@ -416,8 +416,8 @@ class DTensor(Wrapped):
         """The global tensor whose shard is `local_tensor` on every rank.
 
         Without `shape`, shards are assumed to have equal shapes: uneven shards need `shape`.
-        Nothing is communicated, unless `run_check` compares the ranks. With `async_op`, the
-        collectives of the gradient are waited for by the first op that reads the gradient.
+        Nothing is communicated, unless `run_check` compares the ranks. With `async_op`, the first
+        op that reads the gradient waits for its collectives.
         """
         mesh = device_mesh if device_mesh is not None else current_mesh()
         # The compiler places waits itself, so async_op is ignored.
@@ -486,10 +486,10 @@ class DTensor(Wrapped):
     ) -> DTensor:
         """The same global tensor in other placements, differentiable.
 
-        `order` lists mesh axes from the outermost split to the innermost, for axes that shard the
-        same dim; by default the first axis is the outermost, whatever the order was. If nothing
-        changes, the tensor itself is returned. With `async_op`, the last collective, here and in
-        backward, is waited for by the first op that reads its result.
+        `order` lists mesh axes that shard the same dim from the outermost split to the innermost;
+        by default the first axis is outermost, whatever the order was. If nothing changes, the
+        tensor itself is returned. With `async_op`, the first op that reads the result waits for the
+        last collective, here and in backward.
 
         With `forward_dtype` the tensor is cast before it is sent, and the result has that dtype.
         The gradient is sent in `backward_dtype`, by default the tensor's own, and returned in the

@@ -86,7 +86,7 @@ def narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
 
 
 def broadcast_tensors(tensors: Any) -> Any:
-    """Each expanded to the common shape; plain 0-dim tensors become replicated."""
+    """Each tensor expanded to the common shape; plain 0-dim tensors become replicated."""
     shape = torch.broadcast_shapes(*(x.shape for x in tensors))
     # As on one device, a tensor of that shape is returned itself, not a view of it.
     return [
@@ -192,7 +192,7 @@ def stft(
 
 
 def as_strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
-    """The entries that as_strided reads, as a copy, which must not be written to."""
+    """The entries that as_strided reads, as a copy that must not be written to."""
 
     def pick(whole: Any) -> Any:
         return _picked(whole, size, stride, storage_offset, tuple(stride))
@@ -281,7 +281,7 @@ def adaptive_avg_pool(num_dims: int, x: Any, output_size: Any) -> Any:
 
 
 def _into_out(name: str, *args: Any, **kwargs: Any) -> Any:
-    """A composite op with `out=`: torch would write to the DTensor's memory, which it has not."""
+    """A composite op with `out=`: torch would write to memory that a DTensor does not have."""
     packet, _, overload = name.partition(".")
     op = getattr(getattr(aten, packet), overload)
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

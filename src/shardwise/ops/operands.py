@@ -68,10 +68,10 @@ world_caches.append(is_mergeable.cache_clear)
 
 
 class Constant(SkipsNone):
-    """A gradient that depends on `x` formally: its derivative for `x` is zero.
+    """A gradient that depends on `x` only formally: its derivative with respect to `x` is zero.
 
-    Torch's formulas for some gradients read the tensor although they do not depend on it. On one
-    device such a gradient requires grad, and without this backward() of it would raise here.
+    Torch's formulas for some gradients read a tensor on which they do not depend. On one device
+    such a gradient requires grad; without this class, backward() through it would raise here.
     """
 
     @staticmethod
@@ -91,7 +91,7 @@ def read_from(grad: Any, x: Any) -> Any:
 
 
 def as_view(x: Any) -> Any:
-    """`x`, as a view where autograd looks: one device returns a view of what it makes inside.
+    """`x`, as a view to autograd: one device returns a view of a tensor that the op makes inside.
 
     With `retain_grad`, a program sees which tensor the views of `x` belong to.
     """

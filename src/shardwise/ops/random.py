@@ -240,7 +240,7 @@ class OnceForAll:
 def rrelu_slopes(
     x: torch.Tensor, lower: float, upper: float, generator: torch.Generator | None = None
 ) -> torch.Tensor:
-    """The factors of `rrelu`; random only for values that are not positive."""
+    """The slopes of `rrelu`; random only for values that are not positive."""
     slopes = torch.empty_like(x)
     if not x.is_meta:
         aten.rrelu_with_noise.default(x, slopes, lower, upper, True, generator)
@@ -287,8 +287,8 @@ def _kernel(op: Any) -> Any:
 
 # -- rrelu, above autograd: torch's op writes the slopes to a second tensor -------------------
 #
-# Torch saves the input too, or the result of the in-place op, and so backward refuses a write to
-# it. Here `leaky_relu` with slope 1, the identity, does that.
+# Torch also saves the input, or the result of the in-place op, so backward refuses a write to it.
+# Here `leaky_relu` with slope 1, the identity, saves it for that purpose.
 def rrelu(x: Any, *options: Any) -> Any:
     slopes, mean = _slopes(x, *options)
     found = F.leaky_relu(x, mean if slopes is None else 1.0).contiguous()

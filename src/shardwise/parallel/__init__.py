@@ -1,6 +1,6 @@
 """Tensor- and context-parallel modules: styles, plans, experts, losses over a sharded vocabulary.
 
-Who reduces gradients over data axes is decided in `training`.
+`training` decides who reduces gradients over data axes.
 """
 
 from shardwise.parallel.context import context_parallel

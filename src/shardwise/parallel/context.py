@@ -1,8 +1,8 @@
 """context_parallel: each rank has some positions of every sequence; attention sees all of them.
 
 Note [A part of the sequence]
-What is computed for each position alone (layers, norms, most losses) needs no change: a part of the
-sequence is like a part of the batch. So the axis is a data axis, along which gradients are
+Code that works on each position by itself (layers, norms, most losses) needs no change: a part of
+the sequence is like a part of the batch. So the axis is a data axis, along which gradients are
 averaged, and the boundaries of styles count it as one. Only attention and positions differ: the
 attention modules exchange keys and values, and the module gets the positions of its part.
 """
@@ -57,19 +57,19 @@ def context_parallel(
 ) -> nn.Module:
     """Split every sequence over the ranks along `axis` of the mesh, in place; returns the module.
 
-    `attention` are the paths, or patterns, of all modules that call
-    `F.scaled_dot_product_attention`: there queries attend to the keys of all ranks, with a causal
-    mask each rank to about as many. `method` is "ring" (keys and values pass from rank to rank),
-    "heads" (an all-to-all gives each rank the whole sequence for some heads), or None: what sends
-    less.
+    `attention` has the paths, or patterns, of all modules that call
+    `F.scaled_dot_product_attention`. There queries attend to the keys of all ranks, and with a
+    causal mask the work is balanced. `method` is "ring" (keys and values pass from rank to rank),
+    "heads" (an all-to-all gives each rank the whole sequence for some heads), or None for the one
+    that sends less.
 
     The module is called with whole sequences, the same along the axis. It gets this rank's part of
     the inputs that `sequence_dims` names, `{name: dim}`: by default `input_ids`, `inputs_embeds`
     and `position_ids` along dim 1, or the only input of its forward. It also gets the positions of
-    its part as the input `positions`, if its forward takes one and none are given. What it returns
-    is the part of this rank, and so is a loss of it: gradients are those of the mean of the ranks'
-    losses, as with `data_parallel`, which also explains `src_data_rank`. Shift labels before they
-    are split.
+    its part as the input `positions`, if its forward takes one and none are given. It returns this
+    rank's part, and a loss computed from that is the rank's own: gradients are those of the mean of
+    the ranks' losses, as with `data_parallel`, which also explains `src_data_rank`. Shift labels
+    before splitting them.
 
     >>> import shardwise, torch
     >>> from torch.nn import functional as F
@@ -114,7 +114,7 @@ def _split_inputs(
     sequence_dims: Mapping[str, int] | None,
     positions: str | None,
 ) -> _SplitInputs:
-    """What splits the inputs of a module; nothing is changed."""
+    """The object that splits the inputs of a module; nothing is changed yet."""
     for path, inner in module.named_modules():
         if _SPLITS in inner.__dict__:
             raise LayoutError(
@@ -141,7 +141,7 @@ def _split_inputs(
 
 
 def _sequences_in(signature: Mapping[str, inspect.Parameter]) -> dict[str, int]:
-    """The inputs with one entry for each position, and the dim, where nobody names them."""
+    """The default inputs to split: those with one entry per position, and the dim."""
     found = {name: dim for name, dim in _SEQUENCES.items() if name in signature}
     if not found and len(signature) == 1:
         ((name, only),) = signature.items()
@@ -150,7 +150,7 @@ def _sequences_in(signature: Mapping[str, inspect.Parameter]) -> dict[str, int]:
 
 
 def declare_data_axis(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Average gradients along the one axis of `mesh`, unless they are already."""
+    """Average gradients along the only axis of `mesh`, unless that is done already."""
     declared = declared_module(module)
     if declared is None or DataAxes(mesh_axes(mesh), True) not in declared.data_axes:
         data_parallel(module, mesh, src_data_rank=src_data_rank)
@@ -297,7 +297,7 @@ def _attention(
 
 
 def _autocast(x: torch.Tensor) -> torch.Tensor:
-    """`x` as autocast would give it to attention, which it does not see here."""
+    """`x` in the dtype in which autocast would pass it to attention; autocast does not run here."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x

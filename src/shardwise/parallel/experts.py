@@ -50,8 +50,8 @@ class ExpertParallel(ParallelStyle):
     For a module whose parameters stack the weights of all experts along dim 0, with their number in
     `num_experts`, and whose forward takes `(tokens, experts_of_tokens, weights_of_experts)` of
     shapes `(num_tokens, width)` and twice `(num_tokens,
-    num_chosen)`: the experts of Hugging Face's mixtures. The outputs of the ranks are added: by an
-    all-reduce to the default `output_layouts` of `Replicate()`. Backward does the same for the
+    num_chosen)`: the experts of Hugging Face's mixtures. The ranks' outputs are added, with the
+    default `output_layouts` of `Replicate()` by an all-reduce. Backward does the same for the
     gradients of the tokens and of their weights.
 
     >>> import shardwise, torch
@@ -220,7 +220,7 @@ def _results(
     scales: torch.Tensor,
     held: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """What the experts of `span` compute of rows, each with its expert and weight."""
+    """The results of the experts of `span` for rows, each with its expert and weight."""
     if not rows.shape[0]:
         return torch.zeros_like(rows)
     first, end = span
@@ -257,7 +257,7 @@ _ABSENT = object()
 class KeptInGraph(UntracedFunction):
     """Returns the first tensor, and keeps the others in its autograd graph, used or not.
 
-    So a rank whose experts no token chose still runs the collectives of backward, also of a second
+    So a rank whose experts no token chose still runs the collectives of backward, and of a second
     backward.
     """
 
@@ -310,11 +310,11 @@ def expert_parallel(
 ) -> nn.Module:
     """Give the ranks along `axis`, each with its own tokens, some of the experts; in place.
 
-    `experts` are the paths, or patterns, of modules as `ExpertParallel` takes them: stacks of
+    `experts` has the paths, or patterns, of modules as `ExpertParallel` takes them: stacks of
     parameters, `num_experts`, and a forward of `(tokens, experts_of_tokens, weights_of_experts)`.
-    All-to-alls bring each token to the ranks of its experts and the results back; every rank may
-    have another number of tokens. All other parameters of `module` are averaged along the axis, as
-    by `data_parallel`, which explains `src_data_rank` too.
+    All-to-alls bring each token to the ranks of its experts and the results back; ranks may have
+    different numbers of tokens. The gradients of all other parameters of `module` are averaged
+    along the axis, as by `data_parallel`, which explains `src_data_rank` too.
 
     Without `capacity_factor` no token is dropped. With it, each expert takes at most
     `ceil(capacity_factor * num_tokens * num_chosen / num_experts)` tokens of each rank, the first
@@ -373,7 +373,7 @@ def expert_parallel(
 def _expert_styles(
     module: nn.Module, experts: str | Sequence[str]
 ) -> list[tuple[nn.Module, ExpertParallel]]:
-    """The modules to change, and what places their parameters; nothing is changed."""
+    """The modules to change, and the styles that place their parameters; nothing is changed yet."""
     found = []
     for path, match in modules_at(module, experts, "expert_parallel"):
         style = ExpertParallel()
@@ -432,8 +432,8 @@ class _Exchange:
     def _routed(self, module: nn.Module, grid: Grid, experts: Any) -> Any:
         """The pairs of a token and an expert by the expert's rank, and their number for each.
 
-        A pair is a number: that of the token times the experts of a token, plus the place among
-        them.
+        A pair is encoded as a number: the token's number times the experts per token, plus the
+        expert's position among them.
         """
         bounds = _bounds(module, self.boundary)
         count = bounds[-1]
@@ -462,7 +462,7 @@ class _Exchange:
         chosen: torch.Tensor,
         *held: torch.Tensor,
     ) -> torch.Tensor:
-        """The experts of one rank on what arrived."""
+        """Runs the experts of one rank on the rows that arrived."""
         first, end = _bounds(module, self.boundary)[coordinate[self.boundary.axis] :][:2]
         out = _results(module, self.names, (first, end), rows, chosen, scales, held)
         return KeptInGraph.apply(out, rows, scales, *held)
@@ -484,7 +484,7 @@ def _added(
 
 
 class Exchanged(UntracedFunction):
-    """Sends so many entries of dim 0 to each rank along an axis; its gradient the other way."""
+    """Sends these numbers of rows to the ranks along an axis; gradients go the other way."""
 
     @staticmethod
     def forward(

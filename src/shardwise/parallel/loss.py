@@ -87,7 +87,7 @@ def _reduced(losses: DTensor, counted: DTensor, reduction: str, soft: bool) -> A
 
 
 class ClassShardedLoss(UntracedFunction):
-    """The loss of every token, and the weight with which it counts in a mean."""
+    """The loss of every token, and its weight in a mean."""
 
     @staticmethod
     def forward(
@@ -342,7 +342,7 @@ def _check_classes(terms: Terms, target: torch.Tensor) -> None:
 def local_losses(
     terms: Terms, offset: int, maximum: torch.Tensor, sums: torch.Tensor, target: torch.Tensor
 ) -> Sequence[torch.Tensor]:
-    """Of each token: the loss, log_sum_exp, A, and the weight with which it counts in a mean."""
+    """For each token: the loss, log_sum_exp, A, and its weight in a mean."""
     row = dict(zip(terms.rows, sums.unbind(0), strict=True))
     log_s = row["S"].log()
     total = row["A"] if "A" in row else torch.ones_like(log_s)

@@ -56,9 +56,9 @@ def parallelize_module(
     path's parts may contain `*`, `?` and `[1-2]`; "" is the module itself. The mesh is that of a
     surrounding `with device_mesh:` unless given; see docs/howto/parallel.md for several axes. Every
     rank gets the values of rank `src_data_rank`; with None, each keeps its own and nothing is
-    communicated. Otherwise the ranks compare their arguments first: where they differ, or one of
-    them finds a mistake, all of them raise before anything is changed. An entry that matches
-    nothing and an empty plan are warnings, or errors when `strict`.
+    communicated. Otherwise the ranks compare their arguments first: if they differ, or one rank
+    finds a mistake, all of them raise before anything is changed. An entry that matches nothing and
+    an empty plan cause warnings, or errors if `strict`.
 
     >>> import shardwise, torch
     >>> from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -164,7 +164,7 @@ def _resolved(
 
 
 def _request(targets: Iterable[Target], added: Iterable[Target], src_data_rank: int) -> str:
-    """What this rank is about to do, to be compared between ranks."""
+    """A description of what this rank is about to do, to be compared between ranks."""
     lines = [f"src_data_rank={src_data_rank}"]
     for target in (*added, *targets):
         shapes = [tuple(p.shape) for p in target.module.parameters(recurse=False)]
@@ -313,10 +313,10 @@ def _doubts(
 ) -> tuple[str, ...]:
     """A warning for each plain parameter beside a colwise and a rowwise layer.
 
-    Between such layers each rank has some of the columns. A plain parameter that is used there does
-    not fit them, or gets a gradient of this rank's columns only. A plan does not say in which order
-    a module calls its children, so this only warns. `placed` are the ids of parameters that the
-    plan places.
+    Between such layers each rank has only some columns. A plain parameter that is used there does
+    not fit them, or gets the gradient of only this rank's columns. A plan does not say in which
+    order a module calls its children, so this only warns. `placed` are the ids of parameters that
+    the plan places.
     """
     colwise = _parents(targets, ColwiseParallel)
     rowwise = _parents(targets, RowwiseParallel)

@@ -102,7 +102,7 @@ def resolve(
 
 
 def _without_repeats(targets: list[Target]) -> list[Target]:
-    """A module that has several paths is changed once by one entry."""
+    """The targets without repeats: one entry changes a module with several paths only once."""
     seen: dict[tuple[int, str], Target] = {}
     for target in targets:
         seen.setdefault((id(target.module), target.pattern), target)
@@ -134,7 +134,7 @@ def fit_heads(root: nn.Module, targets: Iterable[Target], num_ranks: int) -> lis
     """The targets, with `SharedHeads` where layers have fewer heads than ranks, and with widths.
 
     The layers of an attention module that pass heads on as plain tensors must be split between
-    heads. Raises where they cannot be.
+    heads. Raises if they cannot be.
     """
     found = list(targets)
     heads: dict[str, dict[int, int]] = {}
@@ -236,14 +236,14 @@ def _decided_twice(targets: list[Target]) -> list[ShardwiseError]:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a plan places a parameter, and the name under which it does."""
+    """A parameter's placement by a plan, and the name under which the plan places it."""
 
     name: str
     placement: Placement
 
 
 def note_placed(placed: dict[int, Placed], targets: Iterable[Target]) -> list[ShardwiseError]:
-    """Add what targets place, by the id of each parameter; returns the contradictions."""
+    """Add the placements of targets, by the id of each parameter; returns the contradictions."""
     found: list[ShardwiseError] = []
     for target in filter(fits, targets):
         parameters = dict(target.module.named_parameters(remove_duplicate=False))

@@ -90,7 +90,7 @@ class ParallelStyle(abc.ABC):
         _last(module._forward_hooks, after)
 
     def check(self, module: nn.Module) -> None:
-        """Raise where the style does not fit; nothing is changed. Called for a whole plan first."""
+        """Raise if the style does not fit; changes nothing. Called for the whole plan first."""
         for what in self.decides:
             if what in module.__dict__.get(_DONE, {}):
                 raise LayoutError(
@@ -99,7 +99,7 @@ class ParallelStyle(abc.ABC):
                 )
 
     def check_distributed(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        """Raise where a parameter is distributed already, differently from this style."""
+        """Raise if a parameter is already distributed differently from this style."""
         boundary = self.boundary(device_mesh)
         for name, placement in self.parameter_placements(module).items():
             owner, key = owner_of(module, name)
@@ -157,7 +157,7 @@ class ParallelStyle(abc.ABC):
         return made
 
     def _tied(self, name: str, parameter: Any, wanted: list[Placement]) -> Any:
-        """A parameter that is distributed already, as a tied one is the second time."""
+        """A parameter that is already distributed, such as a tied one at its second use."""
         if parameter.placements != tuple(wanted):
             raise LayoutError(
                 f"{self.where}: {type(self).__name__} places parameter {name!r} as "
@@ -233,11 +233,10 @@ def _finish(hook: Hook, _: nn.Module, args: Any, output: Any) -> Any:
 # `Scale` multiplies a gradient, and passes a gradient of that gradient unchanged.
 #
 # Note [Branches overlap]
-# A style's collective is awaited when its result is first read: it overlaps with a branch that does
-# not need the result, forward and backward. Until then a plain output is
-# `comm.collectives.Pending`, and so is the gradient of a plain input. The gradient of a leaf is
-# awaited at once: users read it. In a simulated world collectives are synchronous, and in compiled
-# code the compiler decides.
+# The first read of a result waits for its collective, so it overlaps with a branch that does not
+# need the result, forward and backward. Until then a plain output is `comm.collectives.Pending`,
+# and so is the gradient of a plain input. The gradient of a leaf is awaited at once: users read it.
+# In a simulated world collectives are synchronous, and in compiled code the compiler decides.
 
 
 TENSOR_AXIS = "tp"

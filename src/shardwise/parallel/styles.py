@@ -265,12 +265,12 @@ class ReplicateParallel(_WholeParameters):
 
 
 class SharedKeyParallel(_WholeParameters):
-    """Whole parameters, whole activations, of which each rank's heads use the last columns.
+    """Whole parameters and activations; every rank's heads use the last columns of the output.
 
-    For the layer of multi-head latent attention that computes compressed keys and values, and
-    beside them the rotary part of the keys, which is the same for all heads. What is compressed
-    goes on to a colwise layer, which adds the ranks' gradients; those of the last `width` columns
-    are added here. By default `width` is `qk_rope_head_dim` of the module around the layer.
+    For the layer of multi-head latent attention that computes the compressed keys and values, and
+    the rotary part of the keys, which all heads share. The compressed columns go to a colwise
+    layer, which adds the ranks' gradients; those of the last `width` columns are added here. By
+    default `width` is `qk_rope_head_dim` of the module around the layer.
 
     >>> import shardwise, torch
     >>> from shardwise.parallel import parallelize_module
@@ -305,7 +305,7 @@ KwargLayouts = Mapping[str, Placement]
 
 
 class UnequalLengths(LayoutError, AssertionError):
-    """Two lists of layouts that go together have different lengths; torch asserts it."""
+    """Two lists of layouts that belong together differ in length; torch raises AssertionError."""
 
 
 class PrepareModuleInput(ParallelStyle):

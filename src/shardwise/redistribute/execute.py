@@ -39,7 +39,7 @@ _FLOATS = {integer: floating for floating, integer in _INTEGERS.items()}
 
 
 def ordered_integers(x: torch.Tensor, *, nan_last: bool) -> torch.Tensor:
-    """Integers that compare like the floats; NaN is the largest, or else the smallest.
+    """Integers that compare like the floats; NaN is the largest if `nan_last`, else the smallest.
 
     >>> ordered_integers(torch.tensor([-1.0, 0.0, 0.5, torch.inf]), nan_last=True).diff() > 0
     tensor([True, True, True])
@@ -62,7 +62,7 @@ def floats_of(ordered: torch.Tensor) -> torch.Tensor:
 
 
 def _flipped(bits: torch.Tensor) -> torch.Tensor:
-    """Flip all bits but the sign of negatives: floats are sign and magnitude, integers are not."""
+    """Flip all bits but the sign of negatives: floats store sign and magnitude, integers do not."""
     bounds = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> (bounds.bits - 1)) & bounds.max)
 
@@ -229,8 +229,8 @@ def _as_row(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
 def _resplit(step: Step) -> Move:
     """Each rank sends only what another rank owns in the new split.
 
-    The only collective here with uneven sizes: padded to the longest shard, a table that moves from
-    one rank to all would be sent once per rank.
+    The only collective here with uneven sizes: with padding to the longest shard, moving a table
+    from one rank to all would send it once per rank.
     """
     grid, axis, source, target = step.source.grid, step.axis, step.source, step.target
     dim, dtype = _dim(source, axis), source.dtype
@@ -297,7 +297,7 @@ def _unchanged(x: torch.Tensor) -> torch.Tensor:
 
 
 def _reduced_in(dtype: torch.dtype, reduce_op: str) -> tuple[Run, Run]:
-    """The conversion before a reduction of this dtype, and what waits for and converts its result.
+    """The conversion before a reduction of this dtype, and one that waits and converts back.
 
     In torch the maximum of a NaN and a number is NaN; backends differ. So floats are reduced as
     integers in the same order, with NaN at the end.
@@ -339,8 +339,8 @@ _NEUTRAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def _to_partial(step: Step) -> Move:
     """Coordinate 0 keeps the value; the others hold the neutral element.
 
-    The average, maximum or minimum of equal values is that value, so there all keep it. Simulated
-    ranks that shared it get terms of their own, since a write gives each rank another one.
+    For an average, maximum or minimum all keep it, since that of equal values is the value.
+    Simulated ranks that shared it get separate terms, since a write may give each rank another one.
     """
     partial = step.target.placements[step.axis]
     neutral = _NEUTRAL.get(_reduce_op(step.target, step.axis))
@@ -443,10 +443,10 @@ def _cat_unpadded(x: torch.Tensor, dim: int, shard_lengths: Sequence[Size]) -> t
 
 
 def _num_full(x: torch.Tensor, shard_lengths: Sequence[Size], length: Size) -> int | None:
-    """How many shards come first with all of `length`, if at most one of the others is not empty.
+    """How many leading shards have the full `length`, if at most one other is not empty.
 
-    So it is for shards without explicit sizes. Then two copies do, instead of one per rank. None
-    for other sizes, and while a compiler traces.
+    That is the case without explicit sizes: two copies suffice, instead of one per rank. None for
+    other sizes, and while a compiler traces.
     """
     if type(x) is not torch.Tensor or not length or type(length) is not int:
         return None
@@ -482,7 +482,7 @@ def execute(local: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
 
 
 def prepare(steps: Sequence[Step]) -> Run:
-    """`execute` for these steps; what depends on the layouts alone is computed here, once.
+    """`execute` for these steps; all that depends only on the layouts is computed here, once.
 
     Autocast must not cast the concatenation around a collective (`_named`). The ops that slice and
     restride are not among those that it casts.
@@ -511,7 +511,7 @@ def _runs(steps: Sequence[Step]) -> list[Run]:
 
 
 def _restriding(steps: Sequence[Step]) -> list[Run]:
-    """What brings the last result into the memory order of its layout."""
+    """The function that brings the last result into the memory order of its layout."""
     if not steps:
         return []
     target = steps[-1].target

@@ -93,9 +93,9 @@ def longest(layout: Layout, axis: int) -> Size:
     return size
 
 
-# A state is one placement per axis and the order of axes. Only the innermost axis of a dim may stop
-# sharding it, and an axis that starts sharding a dim becomes its innermost. Moves are tried in a
-# fixed order and ties go to what was found first, so every rank finds the same path.
+# A state is one placement per axis and the order of axes. Only the innermost axis of a dim may
+# stop sharding it, and an axis that starts sharding a dim becomes its innermost. Moves are tried in
+# a fixed order and the first of equal paths wins, so every rank finds the same path.
 
 
 #: The least cost of a step without communication.
@@ -113,7 +113,7 @@ def find_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
 
 
 def cost_s(source: Layout, target: Layout) -> float:
-    """Seconds that `find_steps(source, target)` is expected to take."""
+    """The expected seconds of `find_steps(source, target)`."""
     cost = _move_costs(source)
     return sum(
         cost(step.kind, step.axis, step.source.placements, step.target.placements)
@@ -154,7 +154,7 @@ world_caches.append(_cached_search.cache_clear)
 
 
 def least_s(before: Sequence[Placement], after: Sequence[Placement]) -> float:
-    """A lower bound of the cost between two placements: a step for each axis that changes.
+    """A lower bound on the cost between two placements: one step for each axis that changes.
 
     >>> least_s((Shard(0), Replicate()), (Replicate(), Replicate())) >= LATENCY_S
     True

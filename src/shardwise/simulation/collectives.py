@@ -1,6 +1,6 @@
 """Collectives on LocalTensors, computed in one process.
 
-Sums are taken in the order of ranks. Ranks whose results are equal share one tensor.
+Terms are added in the order of ranks. Ranks whose results are equal share one tensor.
 
 Note [How CommDebugMode sees them]
 The compiler traces through a LocalTensor into its parts, where a collective is only an addition or
@@ -49,7 +49,7 @@ COLLECTIVE = torch.ops.shardwise.collective
 
 
 def mark(sent: Sequence[torch.Tensor], kind: str, group_name: str) -> list[torch.Tensor]:
-    """What one rank sends; use the returned tensors in its place."""
+    """Mark what one rank sends; use the returned tensors in its place."""
     return COLLECTIVE(sent, kind, group_name)
 
 
@@ -163,9 +163,9 @@ def _lines(world: World, group: str) -> list[list[int]]:
 
 
 def parallel_groups(ranks: list[int], world_size: int) -> list[list[int]]:
-    """The groups that the other ranks form when each calls the collective on its own group.
+    """The groups of all ranks, if each calls the collective on its own group.
 
-    This process sees rank 0's group only; the others are that group, shifted.
+    This process sees only rank 0's group; the others are that group, shifted.
 
     >>> parallel_groups([0, 2], 4)
     [[0, 2], [1, 3]]
@@ -257,8 +257,8 @@ def name_of_groups(grid: Grid, axis: int) -> str:
 def name_of_new_groups(grid: Grid, axis: int) -> str | None:
     """The name of further process groups along `axis`; all ranks of one make it together.
 
-    None in a simulated world: there all ranks are at the same collective. And where the job's group
-    is bound to a device: torch would split its communicator, for which it needs all ranks of it.
+    None in a simulated world, where all ranks are always at the same collective. None also if the
+    job's group is bound to a device: torch would split its communicator, which needs all its ranks.
     """
     job = None if grid.world.simulated else dist.GroupMember.WORLD
     if job is None or getattr(job, "bound_device_id", None) is not None:
@@ -354,7 +354,7 @@ def _marked_in_graph(kind: str, handler: Callable[..., Any]) -> Callable[..., An
 
 
 def is_plain(part: torch.Tensor) -> bool:
-    """Whether a part has values; those that torch.compile traces have none."""
+    """Whether a part has values; parts that torch.compile traces have none."""
     return type(part) is torch.Tensor or type(part) is torch.nn.Parameter
 
 

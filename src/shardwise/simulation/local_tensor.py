@@ -53,7 +53,7 @@ collective_handlers: dict[Any, Callable[..., Any]] = {}
 
 
 def _differ(shape: torch.Size, stride: Sequence[int], part: torch.Tensor) -> bool:
-    """Whether strides that are not equal matter: not those of dims of one entry, or of none."""
+    """Whether unequal strides matter: not for dims of size 1, or for empty tensors."""
     if 0 in shape:
         return False
     return any(size > 1 and a != b for size, a, b in zip(shape, stride, part.stride(), strict=True))
@@ -288,7 +288,7 @@ class LocalTensor(torch.Tensor):
     def held_like(self, roster: Roster) -> LocalTensor:
         """The same values with the parts of `roster`; ranks that share a part there must agree.
 
-        A gradient may have a part per rank where its value has one for all.
+        A gradient may have one part per rank although its value has one for all.
         """
         if self._roster is roster:
             return self
@@ -446,7 +446,7 @@ collective_handlers[torch.ops.aten._unsafe_view.default] = _view_as_recorded
 
 
 def _at_once(op: Any) -> Callable[..., Any]:
-    """Computes what torch would do lazily; see Note [Bits]."""
+    """Compute at once what torch would do lazily; see Note [Bits]."""
     return lambda func, args, kwargs: _run_any(op, args, kwargs)
 
 
@@ -467,7 +467,7 @@ def _run_in_place(
 ) -> Any:
     """Run an op that writes, once per tensor that it writes to.
 
-    A part that ranks share may be written only when all of them would write the same.
+    A part that ranks share may be written only if all of them would write the same.
     """
     written = _written_leaves(func, leaves, spec)
     done: dict[tuple[int, ...], tuple[list[Any], Any]] = {}

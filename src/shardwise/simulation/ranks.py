@@ -123,7 +123,8 @@ def each_rank(
 def by_rank(grid: Grid, fn: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
     """`fn(rank, *tensors)` on every rank present.
 
-    As `each_rank`, for what differs between ranks of one coordinate; see Note [Parallel submeshes].
+    Like `each_rank`, for values that differ between ranks of one coordinate; see Note [Parallel
+    submeshes].
     """
     if not grid.world.simulated:
         my_coordinate(grid)  # raises where there is none
@@ -140,8 +141,8 @@ def rank_call(
 ) -> Callable[..., Any]:
     """A function that runs `make(coordinate)` on every rank present; made once for each.
 
-    It takes what the made functions take: tensors, also in lists, and anything else. `axes` is as
-    in `each_rank`.
+    It takes the arguments of those functions: tensors, also in lists, and anything else. `axes` is
+    as in `each_rank`.
     """
     if not grid.world.simulated:
         return make(my_coordinate(grid))
@@ -165,7 +166,7 @@ _HOLE = object()
 
 
 def _partition(operands: Sequence[Any]) -> tuple[list[torch.Tensor], list[Any]]:
-    """The tensors, also those in lists, and the operands with holes in their places."""
+    """The tensors, also those in lists, and the operands with placeholders for them."""
     tensors: list[torch.Tensor] = []
     rest: list[Any] = []
     for operand in operands:
@@ -254,7 +255,7 @@ def split_row(
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Consecutive views of `row` with the shapes of `like`, and the rest of it.
 
-    Ranks that share a row share the views, whatever they hold in `like`: one memory must not be
+    Ranks that share a row share the views, whatever they hold in `like`: shared memory must not be
     written once per rank.
     """
     columns = [part_per_rank(grid, tensor) for tensor in like]
@@ -280,7 +281,8 @@ def on_plain_ranks(
     """`fn(coordinate, *tensors)` on every rank present, each with plain tensors; differentiable.
 
     `each_rank` works below autograd. A user's own code with data-dependent loops needs plain
-    tensors and autograd: a LocalTensor is unbound into those of its ranks, and joined again.
+    tensors and autograd: a LocalTensor is split into the plain tensors of its ranks, and the
+    results are joined again.
     """
     if not grid.world.simulated:
         return fn(my_coordinate(grid), *tensors)
@@ -398,8 +400,8 @@ def sized(x: torch.Tensor) -> torch.Tensor:
     return LocalTensor(x._parts, x._roster, True) if type(x) is LocalTensor else x
 
 
-#: The attribute of a local tensor of which something was lent: weak references to aliases that do
-#: not share its version counter.
+#: The attribute of a local tensor that was lent: weak references to aliases that do not share its
+#: version counter.
 LENT = "_lent"
 
 
@@ -437,7 +439,7 @@ def pack_parts(local: torch.Tensor) -> tuple[Any, ...]:
 
 
 def check_saved_world(held: tuple[Any, ...], *, both: bool) -> None:
-    """Raise unless the current world can load it; `both`: a process may load its own shard."""
+    """Raise unless the current world can load it; with `both`, a process may load its own shard."""
     if held[0] == "real" and not dist.is_initialized():
         return
     world = current_world()

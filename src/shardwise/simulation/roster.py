@@ -4,8 +4,8 @@ Note [Uneven sizes]
 The sizes of a LocalTensor whose parts differ in shape are torch SymInts that hold one value per
 rank. Torch passes them through its own formulas (a gradient expanded to the size of its input), the
 LocalTensor runs each part with its own rank's value, and code that reads *the* value gets an error
-that names the ranks. Only equality has an answer where ranks differ: sizes that are not equal on
-all ranks are not equal, which is what torch asks when it looks for shortcuts. While a compiler
+that names the ranks. Only equality has an answer if ranks differ: sizes count as equal only if they
+are equal on all ranks, which suits torch's questions when it looks for shortcuts. While a compiler
 traces, the values may be symbols; see `traced_rank_int`.
 """
 
@@ -112,7 +112,7 @@ world_caches.append(join.cache_clear)
 
 
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal; NaN equals NaN. Those without values are alike by shape."""
+    """Whether two tensors are equal; NaN equals NaN. Without values, equal shapes suffice."""
     if one.is_meta or other.is_meta:
         return one.shape == other.shape
     if torch.equal(one, other):
@@ -322,7 +322,7 @@ for _name, _fn in _OPERATORS.items():
 # The sizes that a compiler records for a LocalTensor whose parts differ in size.
 #
 # A program that reads the shape of such a tensor gets an error that names the ranks, compiled or
-# not. But the compiler records a size for all that enters and leaves a region. It gets
+# not. But the compiler records sizes for everything that enters and leaves a region. It gets
 # placeholders: each part has its own sizes in the graph, and its own guards. Placeholders are never
 # 0 or 1, which the compiler treats as constants.
 

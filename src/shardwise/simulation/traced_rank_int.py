@@ -1,11 +1,11 @@
 """Integers that differ between ranks, while a compiler traces a simulated world.
 
 Note [Uneven sizes in a graph]
-One graph holds the parts of all ranks, each a tensor with sizes of its own, so ops need no size
-that all ranks share. Two others do. Autograd's formulas get an integer per rank, as in eager code,
-and the LocalTensor runs each part with its own; the values are ints or symbols of the graph. The
-compiler, which records the sizes of all that enters and leaves, gets placeholders; see
-`simulation.roster`.
+One graph holds the parts of all ranks, each a tensor with its own sizes, so ops need no size that
+all ranks share. But autograd's formulas and the compiler do. Autograd's formulas get an integer per
+rank, as in eager code, and the LocalTensor runs each part with its own; the values are ints or
+symbols of the graph. The compiler, which records the sizes of everything that enters and leaves,
+gets placeholders; see `simulation.roster`.
 
 Torch may multiply one of its symbols with such an integer (the elements of `batch x own columns`).
 In that arithmetic the integer is one more symbol, and the result is decoded per rank when an op is

@@ -60,7 +60,7 @@ _REDUCE_OPS = {
 
 
 class SimulatedGroup(_Group):
-    """All ranks of a group, and of the groups parallel to it, at once."""
+    """The process group of all ranks of a group, and of the groups parallel to it, at once."""
 
     def __init__(self, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)
@@ -223,8 +223,8 @@ R = TypeVar("R")
 class simulate:
     """Simulate `world_size` ranks in this process; a context manager and a decorator.
 
-    `faults` are what goes wrong inside, and when: `Kill`, `Drop`, `Delay`, `Corrupt` and `FullDisk`
-    of `shardwise.testing`. With a list, also an empty one, `num_moments` counts the moments.
+    `faults` lists the faults to inject, and when: `Kill`, `Drop`, `Delay`, `Corrupt` and `FullDisk`
+    of `shardwise.testing`. With a list, even an empty one, `num_moments` counts the moments.
 
     >>> import shardwise, torch
     >>> with shardwise.simulate(4):
@@ -259,7 +259,7 @@ class simulate:
 
     @property
     def num_moments(self) -> int:
-        """How many moments the world has seen at which a fault may come; 0 without `faults`."""
+        """How many moments for faults the world has passed; 0 without `faults`."""
         return 0 if self._injector is None else self._injector.num_moments
 
     def __exit__(self, *exc: Any) -> None:
@@ -278,7 +278,7 @@ class simulate:
 def _world(
     backend: str, make_group: Callable[..., Any], rank: int, size: int, *, simulated: bool
 ) -> Iterator[World]:
-    """A world of its own, with groups `make_group(rank, size, name)` of this backend."""
+    """Enter a new world, with groups `make_group(rank, size, name)` of this backend."""
 
     def make(options: Any, backend_options: Any) -> Any:
         return make_group(options.group_rank, options.group_size, options.group_id)
@@ -297,9 +297,10 @@ def _world(
 # -- one rank ------------------------------------------------------------------------------------
 # One rank of a world of any size, played without values: shapes, layouts and collectives alone.
 #
-# `simulate` plays all ranks, which takes as long as they are many. Here this process is one rank,
-# and its tensors are on the meta device: collectives return shapes, so nothing is sent or computed.
-# What ranks compare before they shard is real: every other rank answers as this one does.
+# The time of `simulate` grows with the number of ranks, since it plays all of them. Here this
+# process is one rank, and its tensors are on the meta device: collectives return shapes, so nothing
+# is sent or computed. Only the messages with which ranks compare requests before they shard have
+# values: every other rank answers as this one does.
 
 
 @contextlib.contextmanager
@@ -319,10 +320,10 @@ def _silent_group(rank: int, size: int, name: str) -> Any:
 # Note [Moments]
 # A moment is a collective, a step in which the ranks of a checkpoint meet, or a block written to a
 # checkpoint's file; they are counted from 0 as the world runs, so a fault comes at the same point
-# every time. A fault that cannot come at its moment comes at the next one at which it can: a disk
-# has no messages to drop. Nothing waits: time that a fault takes is only counted. After a rank was
-# killed or a message was lost the groups of the world are broken, as they are in processes:
-# whatever the ranks do together raises `CollectiveError`. Compiled code runs no moments.
+# every time. A fault that does not apply at its moment comes at the next moment at which it does: a
+# disk has no messages to drop. Nothing waits: time that a fault takes is only counted. After a rank
+# was killed or a message was lost, the groups of the world are broken, as in processes: everything
+# the ranks do together raises `CollectiveError`. Compiled code has no moments.
 
 
 #: How long a simulated collective waits for a rank, as under `launch`.
@@ -331,7 +332,7 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A rank ends: the others lose it at moment `at`, and it cleans up nothing."""
+    """A rank dies at moment `at`, without cleaning up."""
 
     rank: int
     at: int
@@ -365,7 +366,7 @@ class Corrupt:
 
 @dataclass(frozen=True, slots=True)
 class FullDisk:
-    """Checkpoints can write so many bytes; then there is no space left."""
+    """Checkpoints can write `after_bytes` bytes; then no space is left on the disk."""
 
     after_bytes: int = 0
 
@@ -395,7 +396,7 @@ _Sent = TypeVar("_Sent")
 
 
 class FaultInjector:
-    """The faults of one simulated world, and what has come of them."""
+    """The faults of one simulated world, and their effects so far."""
 
     def __init__(self, faults: Sequence[SimulatedFault], num_ranks: int) -> None:
         if isinstance(faults, SimulatedFault) or not all(
@@ -435,7 +436,7 @@ class FaultInjector:
         return self._after_moment(list(messages), corrupted, Kill, Drop, Delay)
 
     def write(self, data: memoryview) -> memoryview:
-        """What is written to a checkpoint's file instead of `data`; raises if it fails."""
+        """The bytes that reach a checkpoint's file instead of `data`; raises if the write fails."""
 
         def corrupted(data: memoryview, fault: Corrupt) -> memoryview:
             return memoryview(_flipped(bytes(data), fault.bit))
@@ -450,7 +451,7 @@ class FaultInjector:
     def _after_moment(
         self, sent: _Sent, corrupted: Callable[[_Sent, Corrupt], _Sent], *kinds: type
     ) -> _Sent:
-        """What arrives of `sent` after the faults of these kinds, and `Corrupt`, that are due."""
+        """What arrives of `sent` after the due faults of these kinds, and of `Corrupt`."""
         for fault in self._due(Corrupt, *kinds):
             if isinstance(fault, Corrupt):
                 sent = corrupted(sent, fault)
@@ -505,6 +506,6 @@ def _corrupted(x: LocalTensor, fault: Corrupt) -> LocalTensor:
 
 
 def written(data: memoryview) -> memoryview:
-    """What reaches the disk of `data`; all of it, but for faults of a simulated world."""
+    """The part of `data` that reaches the disk: all of it, unless faults are simulated."""
     faults = current_world().faults if in_simulated_world() else None
     return data if faults is None else faults.write(data)

@@ -1,4 +1,4 @@
-"""What the reducer reduces together: buckets of dense gradients, row-sparse and plain ones."""
+"""Reduction of dense gradients in buckets and of row-sparse ones; the check of plain gradients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class SentBucket:
-    """A row that is being reduced: its parameters, and its collectives in order."""
+    """A flat tensor being reduced: its parameters, and its collectives in order."""
 
     parameters: list[nn.Parameter]
     collectives: tuple[Collective, ...]
@@ -51,7 +51,7 @@ class SentBucket:
 def make_buckets(
     parameters: Iterable[tuple[nn.Parameter, Reduction]], bucket_bytes: int
 ) -> list[Bucket]:
-    """Buckets of parameters in the order given, that in which gradients are expected."""
+    """Buckets of parameters, in the given order, in which gradients are expected."""
     buckets: list[Bucket] = []
     room: dict[Any, tuple[int, list[nn.Parameter]]] = {}
     for parameter, reduction in parameters:
@@ -194,8 +194,8 @@ def _parts(parameter: nn.Parameter, grid: Grid) -> tuple[torch.Tensor, torch.Ten
 # -- plain gradients -----------------------------------------------------------------------------
 # The check that plain gradients are equal along tensor axes.
 #
-# Between sharded layers, each rank has some of the columns, heads or positions. A plain parameter
-# that is used there gets a gradient of those only, and the replicas would diverge.
+# Between sharded layers, each rank has only some columns, heads or positions. A plain parameter
+# that is used there gets the gradient of only those, and its replicas would diverge.
 
 
 #: The tolerance for sums of the same numbers, by the size of the dtype: GPU kernels may add in
@@ -204,7 +204,7 @@ _TOLERANCE = {8: 1e-6, 4: 1e-3, 2: 3e-2, 1: 0.2}
 
 
 def check_plain_gradients(module: nn.Module) -> None:
-    """Raise, on all ranks, where a plain gradient differs along an axis that styles split along."""
+    """Raise, on all ranks, if a plain gradient differs along an axis that styles split along."""
     plain = {
         name: p
         for name, p in module.named_parameters()

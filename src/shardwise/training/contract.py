@@ -12,13 +12,13 @@ what is left to do:
     a DTensor, sharded                      global, this shard      nothing
     a table whose backward updates it       of this rank's loss     mean, before the update
 
-Along a tensor axis the ranks have one batch and one loss. The gradient of a DTensor is global. All
-ranks must use a plain tensor alike, so that its gradient is equal on all of them. The first
-backward pass checks that, since a plan does not say how a module uses its parameters.
+Along a tensor axis the ranks share one batch and one loss. The gradient of a DTensor is global. All
+ranks must use a plain tensor in the same way, so that its gradient is equal on all of them. The
+first backward pass checks that, since a plan does not say how a module uses its parameters.
 
 Front doors only declare: the data axes of a module's parameters, and the axis that a style shards a
-module along. Their order does not matter, nor whether their modules are nested: a parameter has the
-data axes of all declared modules that it is in, and of those that share other parameters with them.
+module along. Neither their order nor the nesting of their modules matters: a parameter has the data
+axes of all declared modules that contain it, and of those that share other parameters with them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DataAxes:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """Axes along which a Partial gradient is summed, and those along which it is averaged."""
+    """The axes along which a Partial gradient is summed, and the axes of a mean."""
 
     sums: tuple[Axis, ...]
     means: tuple[Axis, ...]
@@ -94,13 +94,13 @@ def reduction_of(parameter: torch.Tensor, declared: Sequence[DataAxes]) -> Reduc
 def note_own_gradient(parameter: torch.Tensor, own: bool) -> None:
     """Record whether a sharded parameter has gradients of its rank's own loss.
 
-    Along tensor axes it is to be used as a plain tensor is: alike on all ranks.
+    Along tensor axes all ranks must use it in the same way, like a plain tensor.
     """
     parameter.__dict__[_OWN] = own
 
 
 def is_used_alike(parameter: torch.Tensor) -> bool:
-    """Whether all ranks of a tensor axis have to use a parameter alike: a plain tensor."""
+    """Whether all ranks of a tensor axis must use a parameter in the same way: a plain tensor."""
     return not isinstance(parameter, DTensor) or parameter.__dict__.get(_OWN, False)
 
 
@@ -120,7 +120,7 @@ def tensor_axes(module: nn.Module) -> dict[Axis, str]:
 
 
 def check_axes_differ(data: Iterable[MeshAxes], split: dict[Axis, str], caller: str) -> None:
-    """Raise where an axis would be both a data axis and a tensor axis."""
+    """Raise if an axis would be both a data axis and a tensor axis."""
     for axes in data:
         for (grid, axis), reason in split.items():
             if axes.crosses(grid, axis):
@@ -169,7 +169,7 @@ class MeshAxes:
         return any(len(other & ranks_along(self.grid, a)) > 1 for a in self.axes)
 
     def meet(self, grid: Grid) -> tuple[list[int], list[int]]:
-        """The axes of `grid` that run along these axes, and those of these that `grid` lacks."""
+        """The axes of `grid` that run along these axes, and the ones of these that `grid` lacks."""
         here = set(self.grid.ranks).intersection(grid.world.present)
         if not here <= set(grid.ranks):
             raise LayoutError(
@@ -215,7 +215,7 @@ def mesh_axes(mesh: DeviceMesh) -> MeshAxes:
 
 
 def ranks_along(grid: Grid, axis: int) -> frozenset[int]:
-    """The ranks that differ from the first one present along `axis` alone."""
+    """The ranks that differ from the first one present only along `axis`."""
     here = grid.ranks[0] if grid.coordinate is None else grid.world.rank
     return frozenset(next(line for line in grid.lines(axis) if here in line))
 

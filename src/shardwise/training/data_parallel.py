@@ -30,8 +30,8 @@ def data_parallel(
     """Train one module on the ranks of a mesh, each with its own batch; returns the module.
 
     All axes of `mesh` are data axes: `mesh["dp"]`, `mesh["rep", "shard"]`, or a flattened one.
-    After backward, every gradient is that of the mean of the ranks' losses, whatever the parameter
-    is: plain, a DTensor, a table; see docs/concepts/gradients.md. Reductions run in buckets during
+    After backward, every gradient is that of the mean of the ranks' losses, for plain parameters,
+    DTensors and tables alike; see docs/concepts/gradients.md. Reductions run in buckets during
     backward. Parameters and buffers start from the values of coordinate `src_data_rank`.
 
     It may be called before or after other front doors, on a module inside a data-parallel one, and

@@ -2,18 +2,19 @@
 
 Note [Buckets]
 Parameters are put into buckets in reverse order, about the order in which backward reaches them. A
-bucket is sent when all its gradients are there and the buckets before it have been sent, those of
-reducers that began earlier too: all ranks start the same collectives in the same order, whatever
-they used. At the end of backward the rest is started, with zeros for gradients that a rank lacks,
-and all are awaited. Each bucket carries one flag per parameter, so a parameter that no rank used
-keeps no gradient. Row-sparse gradients of tables come last: their rows are gathered.
+bucket is sent when all its gradients are there and all earlier buckets have been sent, including
+those of reducers that began earlier: all ranks start the same collectives in the same order,
+whatever parameters they used. At the end of backward the remaining buckets are started, with zeros
+for gradients that a rank lacks, and all are awaited. Each bucket carries one flag per parameter, so
+a parameter that no rank used gets no gradient. Row-sparse gradients of tables come last: their rows
+are gathered.
 
 Note [Groups of gradients]
-A bucket is sent when a hook finds it complete, which is at another moment of backward on a rank
-that uses other parameters. Among the collectives of backward itself, such as the exchanges of
-tables, the order would then differ between ranks. So buckets have process groups of their own, in
-which their order depends on gradients alone. Front doors make them, which all ranks call. Copies
-and forward passes, which may be of one rank alone, take one that is there.
+A bucket is sent when a hook finds it complete. On a rank that uses other parameters, that happens
+at another point of backward, so its order relative to the collectives of backward itself, such as
+the exchanges of tables, would differ between ranks. So buckets have separate process groups, in
+which their order depends only on gradients. Front doors make the groups, since all ranks call them.
+Copies and forward passes may happen on one rank only, so they use an existing group.
 
 Note [One reducer for nested modules]
 Declared modules that have parameters in common share a reducer: each gradient is reduced once, over
@@ -126,7 +127,7 @@ class DeclaredModule:
 
     @untraced
     def update(self) -> None:
-        """Take over the parameters that the module has now."""
+        """Take over the module's current parameters."""
         found = list(self.module.parameters())
         known = self.parameters
         if len(found) != len(known) or any(a is not b for a, b in zip(found, known, strict=True)):
@@ -183,7 +184,7 @@ def declared_module(module: nn.Module) -> DeclaredModule | None:
 
 
 def modules_with(parameters: list[nn.Parameter]) -> list[DeclaredModule]:
-    """The declared modules that have some of these parameters."""
+    """The declared modules that contain some of these parameters."""
     found: dict[int, DeclaredModule] = {}
     for parameter in parameters:
         reducer = _owners.get(id(parameter))
@@ -208,7 +209,7 @@ def data_axes_along(module: nn.Module, grid: Grid) -> tuple[int, ...]:
 
 
 def update_declared(parameters: list[nn.Parameter]) -> None:
-    """Declared modules with some of these parameters take over the parameters of now."""
+    """Update the declared modules that contain some of these parameters."""
     for declared in modules_with(parameters):
         declared.update()
 
@@ -471,7 +472,7 @@ def _may_be_shared(parameter: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _trained(parameter: nn.Parameter) -> Iterator[bool]:
-    """Inside, a frozen parameter is trainable, so that it takes hooks; it keeps them."""
+    """Inside, a frozen parameter requires grad, so that hooks can be registered; it keeps them."""
     frozen = not parameter.requires_grad
     can_be = parameter.is_floating_point() or parameter.is_complex()
     if frozen and can_be:

@@ -120,7 +120,7 @@ def product(left: Any, right: Any) -> Any:
 
 
 def matmul_choices(call: Call) -> Iterator[Choice]:
-    """All shapes that `torch.matmul` takes, as one product without merged dims."""
+    """Every shape that `torch.matmul` takes, as one product without merged dims."""
     left, right = call.inputs
     pattern = _MATMUL[left.ndim > 1, right.ndim > 1]
     yield from pattern_choices(pattern, call, linear=((0,), (1,)))
@@ -163,7 +163,7 @@ class Like(NamedTuple):
 
 
 class Contract(SkipsNone):
-    """With `inner`, autocast sees the products, but neither the operands nor the result."""
+    """With `inner`, autocast applies to the products, but not to the operands and the result."""
 
     @staticmethod
     def forward(ctx: Any, equation: str, inner: bool, *operands: Any) -> Any:
@@ -243,7 +243,7 @@ def einsum(equation: str, tensors: list[Any], *, path: Any = None) -> Any:
 
 
 def _small_shapes(tensors: list[Any]) -> tuple[tuple[int, ...], ...]:
-    """The shapes as far as torch's way through einsum depends on them."""
+    """Small shapes for which torch's einsum takes the same path."""
     return tuple(tuple(min(n, 2) if type(n) is int else 2 for n in t.shape) for t in tensors)
 
 
@@ -257,7 +257,7 @@ def _returns_view(equation: str, shapes: tuple[tuple[int, ...], ...]) -> bool:
 def _summed_first(
     inputs: list[str], output: str, tensors: list[Any]
 ) -> tuple[list[str], list[Any]]:
-    """The operands without the dims that only one of them has, which torch sums first.
+    """The operands, summed over the dims that only one of them has, as torch does first.
 
     So backward saves the sums, as on one device, and the operands may be written to.
     """
@@ -276,7 +276,7 @@ def _as_autocast(equation: str, tensors: list[Any], path: Any) -> list[Any]:
     """The operands in the dtype in which one device multiplies them under autocast.
 
     On the CPU autocast applies to the matrix products of torch's decomposition, but not to
-    elementwise ones. Torch itself tells, on tiny tensors.
+    elementwise ones. We ask torch itself, with tiny tensors.
     """
     dtype = _cpu_autocast_dtype(tensors[0])
     if dtype is None:

@@ -1,7 +1,7 @@
 """Matrix products and linear layers: rules, and kernels above autograd.
 
-Torch would merge batch dims for a product of matrices, and a merged dim cannot stay sharded; and it
-would not know the weight's layout in backward. See Note [Above autograd].
+Torch would merge batch dims for a product of matrices, and a merged dim cannot stay sharded.
+Backward would also not know the weight's layout. See Note [Above autograd].
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ _LINEAR, _LINEAR_OF_VECTOR = parse("... k, n k, ... n -> ... n"), parse("... k, 
 
 
 def linear_layer_choices(call: Call) -> Iterator[Choice]:
-    """A linear layer; with a vector in place of the weight, one number of each row."""
+    """A linear layer; with a vector in place of the weight, one number per row."""
     pattern = _LINEAR if call.inputs[1].ndim > 1 else _LINEAR_OF_VECTOR
     yield from pattern_choices(pattern, call, linear=((0, 2), (1, 2)), added=(2,))
 
@@ -341,8 +341,8 @@ def _linear(x: Any, weight: Any, bias: Any) -> Any:
 
 # -- products of groups of rows, and of scaled float8 matrices -------------------------------
 #
-# Their kernels load 16 bytes at a time: a dim of the operands that is sharded has a multiple of
-# that on each rank.
+# Their kernels load 16 bytes at a time, so each rank's part of a sharded dim must be a multiple of
+# 16 bytes.
 
 
 _LOADED_BYTES = 16

@@ -1,4 +1,4 @@
-"""Elementwise ops, of which those that pass a Partial on are listed; `zeros_like` and so on."""
+"""Elementwise ops, with a list of those that pass a Partial on; `zeros_like` and so on."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _twin(prim: Any) -> Any:
 class Sgn(SkipsNone):
     """`sgn`: of complex numbers, magnitude 1, same direction; zero for zero.
 
-    It keeps what torch keeps, so that a write to either raises in backward.
+    It saves what torch saves, so that a write to either raises in backward.
     """
 
     @staticmethod
@@ -113,8 +113,9 @@ def log_sigmoid(x: Any) -> tuple[Any, Any]:
 
 
 def log_sigmoid_backward(grad: Any, x: Any, buffer: Any) -> Any:
-    """On the CPU from what forward kept, as the kernel does. The decomposition of torch 2.11 reads
-    `x` again, which may have been written to since by `x.data`."""
+    """On the CPU from what forward saved, like the kernel.
+
+    The decomposition of torch 2.11 reads `x` again, which may have been overwritten by `x.data`."""
     if not x.is_cpu:
         return decompositions()[aten.log_sigmoid_backward.default](grad, x, buffer)
     exact = torch.float32 if grad.dtype.itemsize == 2 else grad.dtype

@@ -36,7 +36,7 @@ _EMPTY_IS_NONE = frozenset({aten.any.dims, aten.all.dims})
 
 
 def reduced_dims(call: Call) -> tuple[int, ...]:
-    """The dims that the call reduces, from 0; all of them when it names none."""
+    """The dims that the call reduces, counted from 0; all of them if it names none."""
     ndim = call.inputs[0].ndim
     names = {arg.name for arg in call.op._schema.arguments}
     dims = call.argument("dim") if "dim" in names else None

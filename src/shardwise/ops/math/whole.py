@@ -1,7 +1,7 @@
 """Ops that need dims or operands whole: linear algebra, sorting, scans, Fourier transforms, search.
 
-`whole` ops may be sharded along other dims; `gathered` ops run whole on every rank, each on purpose
-(an op without a rule raises), and a comment says why no work can be done on shards. A search needs
+`whole` ops may be sharded along their other dims. `gathered` ops run whole on every rank: a comment
+on each says why it cannot work on shards (an op without a rule would raise instead). A search needs
 the sorted sequence or set whole.
 """
 
@@ -86,7 +86,7 @@ def gathered(
 
 
 def _each_value(call: Call, values: int) -> Iterator[Choice]:
-    """Each value is searched for on its own; the sequence or set is whole."""
+    """Each value is searched for independently; the sequence or set is whole."""
     yield call.replicated()
     for dim in range(call.inputs[values].ndim):
         inputs = [dim if i == values else REPLICATE for i, _ in enumerate(call.inputs)]

@@ -1,6 +1,6 @@
 """Attention: batch, heads, or the sequence of the queries may be sharded.
 
-Torch picks a kernel for the global shapes, and these have rules; see Note [Above autograd].
+Torch picks a kernel for the global shapes, and each kernel has a rule; see Note [Above autograd].
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Attention:
     def choices(self, call: Call) -> Iterator[Choice]:
         """Batch or heads are sharded in all operands and results alike.
 
-        With fewer heads for keys than for queries, only if both divide evenly. A kernel with
-        dropout draws its own mask, so it runs on whole tensors.
+        If keys have fewer heads than queries, heads are sharded only if both divide evenly. A
+        kernel with dropout draws its own mask, so it runs on whole tensors.
         """
         drops = bool(call.argument("dropout_p"))
         if not drops or all(p.is_replicate() for p in call.placed):
@@ -114,7 +114,7 @@ def _mask_dim(shape: tuple[int, ...], dim: int, whole: int) -> int | Placement:
 
 @dataclass(frozen=True, slots=True)
 class WholeTensorChoice:
-    """Chooses the kernel for the whole tensors: shards may differ, and ranks must agree."""
+    """Chooses the kernel for the whole tensors: choices for shards might differ by rank."""
 
     shapes: tuple[tuple[int, ...], ...]
 
@@ -137,7 +137,7 @@ _MATH = int(SDPBackend.MATH.value)
 
 
 def kernel_choices(call: Call) -> Iterator[Choice]:
-    """Any placements: nothing is moved to choose a kernel."""
+    """Any placements: choosing a kernel redistributes nothing."""
     placed = call.placed or (REPLICATE,) * len(call.inputs)
     yield Choice(placed, (), LocalCall(WholeTensorChoice(tuple(m.shape for m in call.inputs))))
 
@@ -350,7 +350,7 @@ def attend_over_sequence(
     scale: float | None,
     enable_gqa: bool,
 ) -> Any:
-    """The attention; None where torch's kernels have to do it, or say what is wrong."""
+    """The attention; None if torch's kernels have to compute it or to raise the error."""
     axis = _sequence_axis(query, key, value)
     if axis is None or not _has_kernel() or (query.shape[1] != key.shape[1] and not enable_gqa):
         return None
@@ -383,9 +383,9 @@ def attend_over_sequence(
 
 
 class _NeededResult(SkipsNone):
-    """The result of an op that needs it in backward: as on one device, no write to it is allowed.
+    """The result of an op that saves it for backward: as on one device, it must not be written to.
 
-    What is needed are local tensors, whose writes autograd does not see.
+    The op saves local tensors, and autograd does not see writes to those.
     """
 
     @staticmethod
@@ -413,7 +413,7 @@ def attend_locally(
 ) -> Any:
     """Attention of local tensors; `sizes` are the numbers of queries and of keys on each rank.
 
-    `mask` is a term of the scores for all positions of the sequence, or says where to attend.
+    `mask` covers all positions of the sequence: a term added to the scores, or a bool mask.
     """
     found = schedule(spans(sizes[0]), spans(sizes[1]), is_causal)
     part, of_values = one_part(q), one_part(v)
@@ -440,7 +440,7 @@ def _is_mask(mask: Any, query: DTensor, key: DTensor) -> bool:
 
 
 def _has_kernel() -> bool:
-    """Whether torch may choose other kernels than "math", the only one with second derivatives."""
+    """Whether torch may choose a kernel other than "math", the only one with second derivatives."""
     backends = torch.backends.cuda
     return backends.flash_sdp_enabled() or backends.mem_efficient_sdp_enabled()
 

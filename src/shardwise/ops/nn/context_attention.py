@@ -1,12 +1,12 @@
 """Attention over a sequence that is sharded along a mesh axis.
 
-Two ways, with the same result, chosen by what they send:
+There are two methods with the same result; the one that sends less is chosen:
 
-- *ring*: every rank keeps its queries, but for those that balance the work (Note [Balanced
-  queries]), and gets the keys and values of the others round by round. The next round is on its
-  way while one is computed. Backward sends keys and values again, and their gradients back.
+- *ring*: every rank keeps its queries, except those that balance the work (Note [Balanced
+  queries]), and gets the keys and values of the others round by round. The next round is sent while
+  one is computed. Backward sends keys and values again, and their gradients back.
 - *heads*: an all-to-all gives each rank the whole sequence for some of the heads, another brings
-  the results back. Backward sends gradients the same two ways.
+  the results back. Backward sends gradients through the same two.
 
 Everything here works on local tensors, (batch, heads, positions, width).
 """
@@ -62,8 +62,8 @@ class AxisGroup:
     def map(self, fn: Callable[..., Any], *tensors: torch.Tensor, shared: bool = True) -> Any:
         """`fn(coordinate along the axis, *tensors)` on every rank present.
 
-        Results that are written to later are not `shared` by the ranks of other axes: each of these
-        would write to one memory.
+        Results that are written to later must not be `shared` by the ranks of other axes, which
+        would all write to the same memory.
         """
 
         def here(coordinate: Coordinate, *parts: torch.Tensor) -> Any:
@@ -108,7 +108,7 @@ class _Attend:
     kernel: AttentionKernel
 
     def _tiles(self, keys: Range, mask: Any, q: Any) -> Any:
-        """Slices of the local queries, of the keys at hand, of the mask; and whether causal."""
+        """Slices of the local queries, of the present keys and of the mask; and whether causal."""
         if not q.shape[0] or not q.shape[1]:  # torch's kernels divide by the number of heads
             return
         row = 0
@@ -192,7 +192,7 @@ class Ring:
     # -- queries to workers and back ---------------------------------------------------------
 
     def to_workers(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows of queries, of their owners, as their workers hold them."""
+        """Rows of queries, sent from their owners to their workers."""
         held = [(own,) for own in self.schedule.queries]
         return self._exchanged(x, self.schedule.handed, held, self.schedule.work)
 
@@ -209,7 +209,7 @@ class Ring:
         held: Sequence[Sequence[Range]],
         wanted: Sequence[Sequence[Range]],
     ) -> torch.Tensor:
-        """The rows of `x` that each rank wants, of those that it held or gets from others.
+        """The rows of `x` that each rank wants, from those that it held or gets from others.
 
         `sent(me, other)` are the ranges that rank `me` sends to `other`.
         """
@@ -417,7 +417,7 @@ class Heads:
     def _some_positions(
         self, rows: Sequence[tuple[Range, ...]], like: Parts, *tensors: torch.Tensor
     ) -> Any:
-        """The inverse; what several ranks return for a head is added up.
+        """The inverse; if several ranks return results for a head, they are added.
 
         `like` are tensors with as many heads as the results.
         """
@@ -537,7 +537,7 @@ def choose(
     v: Any,
     method: str | None,
 ) -> Ring | Heads:
-    """The way that sends less; `method` forces one."""
+    """The method that sends less; `method` forces one."""
     held = list(zip(*(part_per_rank(group.grid, x) for x in (q, k, v)), strict=True))
     fits = all(_heads_fit(a.shape[1], b.shape[1], group.size) for a, b, _ in held)
     if method == "heads" and not fits:

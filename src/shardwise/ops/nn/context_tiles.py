@@ -1,11 +1,11 @@
 """Tiles of a sharded sequence: which rank computes which, what it costs, and one tile's attention.
 
 Note [Balanced queries]
-Each rank holds a range of positions. With a causal mask the last ranges have the most to do: rank r
-of n has r + 1/2 of the n * n / 2 blocks. So a rank above the mean hands its first queries, which
-need the fewest keys, to a rank below, and gets their results back. The queries that a rank computes
-are its `work` ranges. Keys and values then pass from rank to rank, and only those that a rank's
-work needs.
+Each rank holds a range of positions. With a causal mask the last ranges have the most work: rank r
+of n has r + 1/2 of the n * n / 2 blocks. So a rank with more work than the mean hands its first
+queries, which need the fewest keys, to a rank with less, and gets their results back. The queries
+that a rank computes are its `work` ranges. Keys and values then pass from rank to rank, and only
+those that a rank's work needs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def length(positions: Range) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries that attend to keys: to all of them, or causally, as many of both."""
+    """Queries that attend to keys: to all of them, or causally, with as many keys as queries."""
 
     queries: Range
     keys: Range
@@ -108,7 +108,7 @@ class Schedule:
 
 @functools.lru_cache(maxsize=1024)
 def schedule(queries: tuple[Range, ...], keys: tuple[Range, ...], causal: bool) -> Schedule:
-    """The schedule of these ranges; balanced where a causal mask makes them unequal.
+    """The schedule of these ranges; balanced if a causal mask makes their work unequal.
 
     >>> halves = ((0, 8), (8, 16))
     >>> found = schedule(halves, halves, True)
@@ -170,7 +170,7 @@ class RowBytes:
 
 
 def ring_s(found: Schedule, row: RowBytes) -> float:
-    """Seconds to exchange what a schedule sends in forward."""
+    """Seconds for the exchanges of a schedule in forward."""
     sent = [found.sent_rows(rank) for rank in range(found.num_ranks)]
     rounds = (found.num_ranks - 1) * exchange_s(0)
     handed = max(queries for queries, _ in sent) * (row.query + row.result)
@@ -212,7 +212,7 @@ _PADDED_TO = 32
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernel:
-    """One of torch's kernels that return log-sums, or "math"; and the scale of the scores."""
+    """One of torch's kernels that return log-sum-exps, or "math"; and the scale of the scores."""
 
     name: str
     scale: float
@@ -220,7 +220,7 @@ class AttentionKernel:
     def forward(
         self, q: Any, k: Any, v: Any, mask: Any, causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The result and its log-sums; minus infinity where a query may attend to no key."""
+        """The result and its log-sum-exps; minus infinity for a query that may attend to no key."""
         mask, causal = _one_mask(mask, causal)
         q, k, v = map(_dense_rows, (q, k, v))
         if self.name == "cpu":
@@ -283,7 +283,7 @@ def _dense_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _one_mask(mask: torch.Tensor | None, causal: bool) -> tuple[torch.Tensor | None, bool]:
-    """A mask that is causal too, so that it says which queries attend to nothing."""
+    """The mask combined with the causal one, which shows which queries attend to nothing."""
     if mask is None or not causal:
         return mask, causal
     return mask.masked_fill(_later_keys(mask), -torch.inf), False

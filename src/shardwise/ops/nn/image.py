@@ -129,7 +129,7 @@ def columns_choices(call: Call) -> Iterator[Choice]:
 
 
 def shuffle_choices(call: Call) -> Iterator[Choice]:
-    """Dims in front of channels and planes do not change."""
+    """Dims before the channels and planes do not change."""
     yield call.replicated()
     local = unless_empty(call.op)
     channels = call.inputs[0].ndim - 3
@@ -152,7 +152,7 @@ def _resizing(dims: int, *names: str) -> list[tuple[tuple[Any, ...], Rule]]:
 
 
 def _own_grids(theta: torch.Tensor, size: Sequence[int], align_corners: bool) -> torch.Tensor:
-    """The grids of this rank's affine maps, which may be none."""
+    """The grids of this rank's affine maps, if it has any."""
     if not theta.shape[0]:
         return theta.new_empty((0, *size[2:], len(size) - 2))
     return aten.affine_grid_generator.default(theta, [theta.shape[0], *size[1:]], align_corners)
@@ -183,7 +183,7 @@ REFUSED: dict[Any, slice] = dict.fromkeys(
 
 @dataclass(frozen=True, slots=True)
 class ConvSplit:
-    """What one axis shards of a convolution: the dim of each tensor, or its placement."""
+    """How one axis shards a convolution: the dim of each tensor, or its placement."""
 
     input: int | Placement
     weight: int | Placement

@@ -158,7 +158,7 @@ _apply = direct_apply(BatchNorm)
 
 
 class Depending(SkipsNone):
-    """A gradient that requires grad because `sources` do; they get no gradient.
+    """A gradient that requires grad because `sources` do; the sources get no gradient from it.
 
     Torch's formula of batch norm is one op: all its results require grad if one operand does.
     """
@@ -192,7 +192,7 @@ _apply_grad_depends = direct_apply(GradDepends)
 
 
 def depending(grad: Any, *sources: Any) -> Any:
-    """`grad`, which requires grad where one of `sources` does, like a result of one op."""
+    """`grad`, which requires grad if one of `sources` does, like the result of one op."""
     if not torch.is_grad_enabled() or grad is None or grad.requires_grad:
         return grad
     tracked = [source for source in sources if source is not None and source.requires_grad]
@@ -344,7 +344,7 @@ def batch_norm_with_update(
     momentum: float,
     eps: float,
 ) -> tuple[Any, Any, Any, Any]:
-    """In training; the last result, which some kernels keep for backward, is empty here."""
+    """Batch norm in training; the last result, saved by some kernels, is empty here."""
     args = (x, weight, bias, running_mean, running_var, True, momentum, eps)
     out, mean, deviation = native_batch_norm(*args)
     return out, mean, deviation, mean.new_empty((0,), dtype=torch.uint8)
@@ -526,7 +526,7 @@ def group_norm_grad_of_shards(
 
 
 def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    """Torch's fused kernel where the normalised dims are whole, else a mean over shards."""
+    """Torch's fused kernel if the normalised dims are whole, else a mean over shards."""
     num = len(normalized_shape)
     if type(x) is not DTensor or (x.is_cuda and not _shards_last(x, num)):
         return aten.rms_norm.default.decompose(x, normalized_shape, weight, eps)

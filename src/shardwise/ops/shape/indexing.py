@@ -1,8 +1,8 @@
 """Picking, writing and overwriting entries: by index, by mask, or through a view.
 
-A dim that is not indexed may be sharded in all operands alike. Indices may be sharded where the
-tensor is whole. Where the indexed dim is sharded, a read gives zeros for entries of other ranks and
-the results add up; a write keeps the entries that the rank owns.
+A dim that is not indexed may be sharded in all operands alike. Indices may be sharded if the tensor
+is whole. If the indexed dim is sharded, a read gives zeros for entries of other ranks and the
+results add up; a write keeps the entries that the rank owns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardwise.dispatch.rule import (
 from shardwise.ops.math.pointwise import elementwise
 from shardwise.ops.math.whole import gathered
 from shardwise.ops.shape.owned_index import (
-    Advanced,
+    AdvancedIndex,
     OwnedGather,
     OwnedIndex,
     OwnedIndexPut,
@@ -59,10 +59,10 @@ def _adds(meta: TensorMeta) -> bool:
 # -- x[i, :, j] ------------------------------------------------------------------------------
 
 
-def _spot(call: Call) -> Advanced:
+def _indexed(call: Call) -> AdvancedIndex:
     indices = call.args[1]
     dims = tuple(d for d, index in enumerate(indices) if index is not None)
-    return Advanced(dims, max(meta.ndim for meta in _index_metas(call)))
+    return AdvancedIndex(dims, max(meta.ndim for meta in _index_metas(call)))
 
 
 def _index_metas(call: Call) -> tuple[TensorMeta, ...]:
@@ -83,19 +83,19 @@ def _matching_dim(meta: TensorMeta, from_right: int, size: Size) -> int | Placem
 
 def index_choices(call: Call) -> Iterator[Choice]:
     """The tensor, then the index tensors -> one entry per index."""
-    spot, metas = _spot(call), _index_metas(call)
+    indexed, metas = _indexed(call), _index_metas(call)
     whole = (REPLICATE,) * len(metas)
     yield call.replicated()
     for dim in range(call.inputs[0].ndim):
-        if dim not in spot.dims:
-            yield from sharded_together(call, (dim, *whole), (spot.result_dim(dim),))
-    for batch in range(spot.num_batch):
-        dims = _along(metas, spot.num_batch, batch)
-        yield from sharded_together(call, (REPLICATE, *dims), (spot.at + batch,))
+        if dim not in indexed.dims:
+            yield from sharded_together(call, (dim, *whole), (indexed.result_dim(dim),))
+    for batch in range(indexed.num_batch):
+        dims = _along(metas, indexed.num_batch, batch)
+        yield from sharded_together(call, (REPLICATE, *dims), (indexed.at + batch,))
     yield from linear_choices(call, ((0,),))
     if _adds(call.inputs[0]):
-        local = LocalCall(OwnedIndex(spot), per_rank=True)
-        for dim in spot.dims:
+        local = LocalCall(OwnedIndex(indexed), per_rank=True)
+        for dim in indexed.dims:
             yield from sharded_together(call, (dim, *whole), (SUM,), local)
 
 
@@ -111,22 +111,22 @@ def index_put_choices(call: Call) -> Iterator[Choice]:
     if _is_mask(call):
         yield from _mask_put_choices(call)
         return
-    spot, metas = _spot(call), _index_metas(call)
+    indexed, metas = _indexed(call), _index_metas(call)
     whole = (REPLICATE,) * len(metas)
-    ndim = call.inputs[0].ndim - len(spot.dims) + spot.num_batch
+    ndim = call.inputs[0].ndim - len(indexed.dims) + indexed.num_batch
     for dim, size in enumerate(call.inputs[0].shape):
-        if dim not in spot.dims:
-            at = _matching_dim(call.inputs[values], spot.result_dim(dim) - ndim, size)
+        if dim not in indexed.dims:
+            at = _matching_dim(call.inputs[values], indexed.result_dim(dim) - ndim, size)
             yield from sharded_together(call, (dim, *whole, at), (dim,))
     if call.argument("accumulate"):
         # Each rank adds the values of its indices: the sums are terms of the result.
-        for batch in range(spot.num_batch):
-            dims = _along(metas, spot.num_batch, batch)
+        for batch in range(indexed.num_batch):
+            dims = _along(metas, indexed.num_batch, batch)
             size = next(m.shape[d] for m, d in zip(metas, dims, strict=True) if isinstance(d, int))
-            at = _matching_dim(call.inputs[values], spot.at + batch - ndim, size)
+            at = _matching_dim(call.inputs[values], indexed.at + batch - ndim, size)
             yield from sharded_together(call, (SUM, *dims, at), (SUM,))
-    local = LocalCall(OwnedIndexPut(spot), per_rank=True)
-    for dim in spot.dims:
+    local = LocalCall(OwnedIndexPut(indexed), per_rank=True)
+    for dim in indexed.dims:
         yield from sharded_together(call, (dim, *whole, REPLICATE), (dim,), local)
 
 
@@ -387,7 +387,7 @@ def slice_scatter_choices(call: Call) -> Iterator[Choice]:
 
 
 def _all_overwritten(call: Call) -> Iterator[Choice]:
-    """A slice that takes all there is, such as torch.compile makes of `:`."""
+    """A slice that takes the whole dim, such as torch.compile makes of `:`."""
     local = LocalCall(_source_in_place)
     yield replace(call.replicated(), local=local)
     for choice in linear_choices(call, ((0, 1),)):
@@ -397,7 +397,7 @@ def _all_overwritten(call: Call) -> Iterator[Choice]:
 
 
 def _source_in_place(x: torch.Tensor, source: torch.Tensor, *_: Any) -> torch.Tensor:
-    """The source, in memory as the tensor that it overwrites."""
+    """The source, in the memory order of the tensor that it overwrites."""
     return torch.empty_like(x).copy_(source)
 
 

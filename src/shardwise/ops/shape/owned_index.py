@@ -33,7 +33,7 @@ _LISTED = (
 def bad_index(index: torch.Tensor, size: Any, *, wraps: bool) -> int | None:
     """An index out of range, if there is one: shards would give zeros for it.
 
-    Every rank sees the same values. On CUDA reading them would synchronise: there it is an
+    Every rank sees the same values. On CUDA reading them would synchronise, so there it is an
     assertion on the device, as in torch's kernels. A traced graph has no values.
     """
     if type(index) is not torch.Tensor or index.is_meta or not index.numel():
@@ -169,7 +169,7 @@ def _aligned(
 
 
 @dataclass(frozen=True, slots=True)
-class Advanced:
+class AdvancedIndex:
     """`x[i, :, j]`: which dims are indexed, and the position of the index dims in the result."""
 
     dims: tuple[int, ...]
@@ -188,11 +188,11 @@ class Advanced:
 
 
 def _owned_indices(
-    layout: Layout, coordinate: Coordinate, spot: Advanced, indices: Sequence[Any]
+    layout: Layout, coordinate: Coordinate, indexed: AdvancedIndex, indices: Sequence[Any]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Local rows for each index, all of one shape, and which entries other ranks own."""
     rows, foreign = [], None
-    for dim, index in zip(spot.dims, (i for i in indices if i is not None), strict=True):
+    for dim, index in zip(indexed.dims, (i for i in indices if i is not None), strict=True):
         check_bounds(index, layout.shape[dim])
         row, elsewhere = owned_rows(layout, coordinate, dim, index)
         rows.append(row)
@@ -205,24 +205,25 @@ def _owned_indices(
 class OwnedIndex:
     """`x[indices]` of a shard: zeros for entries of other ranks."""
 
-    spot: Advanced
+    indexed: AdvancedIndex
 
     def __call__(
         self, coordinate: Any, layouts: Sequence[Any], x: torch.Tensor, indices: Sequence[Any]
     ) -> torch.Tensor:
-        rows, foreign = _owned_indices(layouts[0], coordinate, self.spot, indices)
+        rows, foreign = _owned_indices(layouts[0], coordinate, self.indexed, indices)
         if not x.numel():
             return x.new_zeros(layouts[-1].local_shape(coordinate))
         safe = iter([row.masked_fill(foreign, 0) for row in rows])
         found = aten.index.Tensor(x, [None if i is None else next(safe) for i in indices])
-        behind = found.dim() - self.spot.at - foreign.dim()
+        behind = found.dim() - self.indexed.at - foreign.dim()
         return found.masked_fill(foreign.view(*foreign.shape, *[1] * behind), 0)
 
 
 def _size_stays_inside(mask: torch.Tensor) -> Any:
-    """A context in which the number of true entries of a mask need not be in a result.
+    """A context in which the number of a mask's true entries may stay out of the result's shape.
 
-    It is an unbacked symbol that shape inference need not track; the traced graph must.
+    That number is an unbacked symbol, which the traced graph must track but shape inference need
+    not.
     """
     from torch.fx.experimental.proxy_tensor import get_proxy_mode  # slow to import
 
@@ -248,10 +249,10 @@ def _without_masks(indices: Sequence[Any]) -> list[Any]:
 class OwnedIndexPut:
     """`x[indices] = values` on a shard: writes the entries that the rank owns.
 
-    Without a `spot` there are masks among the indices, and it is computed from their values.
+    Without a `indexed` there are masks among the indices, and it is computed from their values.
     """
 
-    spot: Advanced | None
+    indexed: AdvancedIndex | None
 
     def __call__(
         self,
@@ -263,16 +264,16 @@ class OwnedIndexPut:
         accumulate: bool = False,
         *_: Any,
     ) -> torch.Tensor:
-        spot = self.spot
-        if spot is None:
+        indexed = self.indexed
+        if indexed is None:
             indices = _without_masks(indices)
-            spot = Advanced(tuple(d for d, i in enumerate(indices) if i is not None), 1)
-        rows, foreign = _owned_indices(layouts[0], coordinate, spot, indices)
+            indexed = AdvancedIndex(tuple(d for d, i in enumerate(indices) if i is not None), 1)
+        rows, foreign = _owned_indices(layouts[0], coordinate, indexed, indices)
         if not has_values(x):
-            return _put_padded(spot, x, rows, foreign, indices, values, accumulate)
+            return _put_padded(indexed, x, rows, foreign, indices, values, accumulate)
         kept = ~foreign.expand_as(rows[0])
-        at, num = spot.at, kept.dim()
-        untouched = [n for d, n in enumerate(x.shape) if d not in spot.dims]
+        at, num = indexed.at, kept.dim()
+        untouched = [n for d, n in enumerate(x.shape) if d not in indexed.dims]
         spread = values.expand(*untouched[:at], *kept.shape, *untouched[at:])
         front = list(range(num))
         chosen = spread.movedim([at + d for d in front], front)[kept].movedim(0, at)
@@ -282,7 +283,7 @@ class OwnedIndexPut:
 
 
 def _put_padded(
-    spot: Advanced,
+    indexed: AdvancedIndex,
     x: torch.Tensor,
     rows: Sequence[torch.Tensor],
     foreign: torch.Tensor,
@@ -294,13 +295,13 @@ def _put_padded(
 
     It writes more than eager code, which selects the owned entries.
     """
-    behind = [size for d in reversed(range(x.dim())) for size in (0, int(d in spot.dims))]
+    behind = [size for d in reversed(range(x.dim())) for size in (0, int(d in indexed.dims))]
     places = iter(
-        [row.masked_fill(foreign, x.shape[d]) for d, row in zip(spot.dims, rows, strict=True)]
+        [row.masked_fill(foreign, x.shape[d]) for d, row in zip(indexed.dims, rows, strict=True)]
     )
     there = [None if i is None else next(places) for i in indices]
     written = aten.index_put.default(F.pad(x, behind), there, values, accumulate)
-    for dim in spot.dims:
+    for dim in indexed.dims:
         written = written.narrow(dim, 0, x.shape[dim])
     return written
 

@@ -102,7 +102,7 @@ def _run_choices(call: Call, links: Sequence[Link], link: Link) -> Iterator[Choi
 def _is_needed(call: Call, links: Sequence[Link]) -> bool:
     """Whether to test the divisibility of a symbolic size, which specialises the graph.
 
-    Not where the input keeps its placement.
+    It is not tested if the input keeps its placement.
     """
     if not call.placed or any(isinstance(p, Shard) for p in call.wanted):
         return True
@@ -208,7 +208,7 @@ class Squeeze:
 
 
 def _squeeze_choices(call: Call) -> Iterator[Choice]:
-    """The dims to drop are explicit: a shard may have size 1 where the global tensor has not."""
+    """The dims to drop are explicit: a shard may have size 1 although the global tensor has not."""
     ndim, shape = call.inputs[0].ndim, call.inputs[0].shape
     names = {arg.name for arg in call.op._schema.arguments}
     given = call.argument("dim") if "dim" in names else range(ndim)
@@ -317,12 +317,12 @@ def unchanged(call: Call) -> list[Link]:
 
 
 def all_but(call: Call, dim: int | None) -> list[Link]:
-    """All dims but one stay what they are."""
+    """Links for all dims but one, which do not change."""
     return [Link(d, d) for d in range(call.inputs[0].ndim) if d != dim]
 
 
 def _view_choices(call: Call, links: Sequence[Link]) -> Iterator[Choice]:
-    """To the same shape, shards keep their strides: torch gives dims of one entry new ones."""
+    """If the shape stays, shards keep their strides: torch would give dims of size 1 new ones."""
     shape, made = call.inputs[0].shape, call.outputs[0].shape
     same = len(shape) == len(made) and all(map(statically_equal, shape, made))
     yield from reordered_choices(call, links, _WHOLE_VIEW if same else None)
@@ -348,7 +348,7 @@ def _repeat(x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
 
 
 def _keep_size(x: Any, size: Sequence[int], **_: Any) -> Any:
-    """`x.resize_(size)`, of which torch's own code with `out=` makes calls that change nothing."""
+    """`x.resize_(size)` to the present size, as torch's own code for `out=` calls it."""
     if tuple(size) == tuple(x.shape):
         return x
     raise LayoutError(

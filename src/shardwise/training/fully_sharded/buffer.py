@@ -1,8 +1,8 @@
-"""FlatBuffer: parameters of one dtype in one buffer: cut to shards, gathered, reduced.
+"""FlatBuffer: parameters of one dtype in one buffer: sharded, gathered, reduced.
 
 See Note [Words of fully sharded modules]. The gathered buffer, `whole`, keeps its storage object
-for life: between uses the storage is empty, and tensors that autograd saved are valid again when it
-has been gathered anew.
+for life: between uses the storage is empty, and after the next gather, tensors that autograd saved
+are valid again.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class FlatBuffer:
     # -- shards ------------------------------------------------------------------------------
 
     def cut(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Make the shards of whole tensors, and return each member's own."""
+        """Make the shards of whole tensors, and return each member's shard."""
         self._fill([localize(self.grid, tensor) for tensor in tensors], _rows)
         return self.shards()
 
@@ -184,15 +184,15 @@ class FlatBuffer:
     def _view(
         self, flat: torch.Tensor, place: Coordinate, number: int, piece: FlatPiece | None
     ) -> torch.Tensor:
-        """What a chunk holds of a member: the piece, or nothing."""
+        """The part of a member in a chunk: the piece, or an empty tensor."""
         if piece is not None:
             return _view(flat, piece)
         return flat[:0].view(_with_rows(self.shapes(place)[number], self.members[number].dim, 0))
 
     def collect(self, *, pin: bool = False) -> None:
-        """Make the parameters views of one shard again, where something else replaced them.
+        """Make the parameters views of one shard again, if something else replaced them.
 
-        After a copy, a conversion or `to_empty`, each has memory of its own.
+        After a copy, a conversion or `to_empty`, each has separate memory.
         """
         locals_: list[Any] = [member.parameter._local for member in self.members]  # type: ignore[attr-defined]
         if self.shard is not None:
@@ -275,7 +275,8 @@ class FlatBuffer:
     def _hold(
         self, shard: torch.Tensor, dtype: torch.dtype | None, device: torch.device | None
     ) -> None:
-        """On an axis of one rank nothing is sent: the shard is the whole, or a converted copy."""
+        """On an axis of one rank nothing is sent: the shard itself, or a converted copy, is
+        whole."""
         if not (device or dtype):
             self.whole = shard
         elif self.whole is None or self.whole is shard:
@@ -358,9 +359,9 @@ class FlatBuffer:
         return found
 
     def row_lengths(self, numbers: tuple[int, ...], dtype: torch.dtype) -> Lengths | None:
-        """What each chunk has of a row of gradients, where one length would be much padding.
+        """The lengths of chunks in a row of gradients, if equal lengths would need much padding.
 
-        In a group with frozen parameters that may be so though its chunks have one length.
+        With frozen parameters that can happen although the buffer's chunks have equal lengths.
         """
         sums = [self.gradient_pieces(place, numbers)[1] for place in self._places]
         if dtype in collectives.REDUCED_AS or all(

@@ -81,10 +81,10 @@ def fully_shard(
     scalars, tables with `sparse=True`, embedding collections and `ignored_params` stay whole, and
     their gradients are reduced as `data_parallel` does. Start values are those of the first rank.
 
-    `reshard_after_forward`: whether to free the gathered parameters between forward and backward; a
-    number keeps a copy on each set of so many neighbouring ranks. By default all do but what
-    backward needs first: the outermost module, and the one that ran last in the step before. While
-    a group computes, the next `prefetch` groups are gathered.
+    `reshard_after_forward`: whether to free the gathered parameters between forward and backward;
+    with a number n, every n neighbouring ranks keep one copy among them. By default all groups do,
+    except those that backward needs first: the outermost module's, and the one that ran last in the
+    step before. While a group computes, the next `prefetch` groups are gathered.
 
     The module gets methods: `set_requires_gradient_sync(False)` accumulates unreduced gradients
     until a backward pass with True, or `zero_grad()`; `unshard()` gathers the group until
@@ -144,10 +144,10 @@ def fully_shard(
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have a method of a fully sharded module gather its parameters, as its forward does.
+    """Make a method of a fully sharded module gather its parameters, as forward does.
 
-    For methods that use parameters and do not call the module. Nothing happens to a module that is
-    not fully sharded.
+    For methods that use parameters and do not call the module. A module that is not fully sharded
+    is left alone.
 
     >>> import shardwise, torch
     >>> from shardwise.parallel import fully_shard, register_fsdp_forward_method
@@ -273,7 +273,7 @@ def group_with(parameter: torch.Tensor) -> ParameterGroup | None:
 
 
 def _members(module: nn.Module, place: ShardAxes, ignored: set[str]) -> list[Member]:
-    """What the group of a module shards, with the layouts of now; tied parameters once."""
+    """The members of a module's group, with their current layouts; tied parameters once."""
     found: dict[int, Member] = {}
     for path, owner in _own_modules(module, ""):
         if getattr(owner, "lays_out_itself", False) or getattr(owner, "sparse", False) is True:
@@ -311,7 +311,7 @@ def _own_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]
 
 
 def _attach(group: ParameterGroup, axes: MeshAxes) -> None:
-    """Have the modules of a group gather it when they are called."""
+    """Make the modules of a group gather it when they are called."""
     methods = {
         "set_requires_gradient_sync": group.set_sync,
         "unshard": group.unshard,
@@ -360,7 +360,7 @@ def _replace(group: ParameterGroup, member: Member, made: torch.Tensor) -> None:
 def opened(module: nn.Module) -> Iterator[None]:
     """Inside, the parameters of the module are whole, as before `fully_shard`.
 
-    For front doors that replace parameters; afterwards they are sharded as they are then.
+    For front doors that replace parameters; afterwards the new parameters are sharded.
     """
     groups = {id(group): group for p in module.parameters() if (group := group_with(p)) is not None}
     for group in groups.values():
@@ -393,10 +393,10 @@ def _open(group: ParameterGroup) -> None:
 
 
 def find_place(module: nn.Module, axes: MeshAxes) -> ShardAxes:
-    """Where the parameters go: to the mesh of the module's DTensors, or else to the given one.
+    """The mesh for the parameters: that of the module's DTensors, or else the given one.
 
-    What ranks hold may differ between parallel submeshes (a shard of a plan). So with several of
-    them it is the whole mesh, in which every rank has a coordinate of its own.
+    Ranks may hold different values in parallel submeshes (shards by a plan). So with several
+    submeshes the whole mesh is used, in which every rank has its own coordinate.
     """
     if axes.given.num_axes == 1 and len(axes.axes) > 1:  # a flattened axis
         ((grid, axis),) = axes.collectives()
@@ -441,7 +441,7 @@ def can_shard(parameter: torch.Tensor, place: ShardAxes) -> bool:
 
 
 def make_buffers(found: list[Member], place: ShardAxes) -> list[FlatBuffer]:
-    """Buffers of parameters of one dtype and device; those with shapes of their own are alone."""
+    """Buffers by dtype and device; a parameter whose shape differs between ranks gets its own."""
     alike: dict[Any, list[Member]] = {}
     made = []
     for member in found:
@@ -471,7 +471,7 @@ def make_buffers(found: list[Member], place: ShardAxes) -> list[FlatBuffer]:
 
 
 def _sharded(member: Member, sizes: tuple[int, ...] | None, place: ShardAxes) -> Any:
-    """The layout of a member's shards: rows of what is local while it is gathered."""
+    """The layout of a member's shards: rows of its local tensor while gathered."""
     whole, shape = member.whole, member.layout.shape
     grid, axis = place.grid, place.axis
     placements: list[Placement] = [REPLICATE] * grid.num_axes

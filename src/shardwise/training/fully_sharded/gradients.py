@@ -1,4 +1,4 @@
-"""The parameters of a group, sharded or gathered, and their gradients on the way to shards."""
+"""The parameters of a group, sharded or gathered, and the reduction of their gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardwise.training.reducer import data_axes_along
 
 @dataclass(slots=True, eq=False)
 class Reducing:
-    """A row of gradients on its way: what it holds, and the axes that are left."""
+    """A row of gradients being reduced: its members, and the axes that are left."""
 
     buffer: FlatBuffer
     #: For each member, by number, the axes of its mesh along which its gradient stays Partial.
@@ -169,9 +169,10 @@ class GroupGradients:
     def _local_gradient(
         self, member: Member, grad: torch.Tensor | None, declared: tuple[int, ...]
     ) -> tuple[torch.Tensor | None, tuple[int, ...]]:
-        """This rank's term of the sum over the group's axes, and axes that stay Partial.
+        """This rank's term of the sum over the group's axes, and the axes that stay Partial.
 
-        Other front doors `declared` those as data axes: the first use of the gradient reduces it.
+        Other front doors `declared` the latter as data axes: the first use of the gradient reduces
+        it.
         """
         place, shard_grid = self.place, member.layout.grid
         if member.own:
@@ -204,7 +205,7 @@ class GroupGradients:
         return local, tuple(kept_axes)
 
     def delivered(self, rows: RowsInFlight) -> dict[int, torch.Tensor]:
-        """The sharded gradients that backward has found, by id of their parameter."""
+        """The sharded gradients of this backward pass, by id of their parameter."""
         found: dict[int, Any] = {}
         for each in rows.taken(self.parameters.buffers):
             for parameter, grad in self._finished(each):
@@ -249,7 +250,7 @@ class GroupGradients:
 
     @torch.no_grad()
     def reduce_late(self, rows: RowsInFlight) -> None:
-        """Reduce what earlier passes kept, where the last one found no gradient."""
+        """Reduce gradients that earlier passes kept and the last pass did not add to."""
         if not (self.sync and self.unsynced):
             return
         for made in list(self.unsynced.values()):
@@ -319,7 +320,7 @@ class GroupParameters:
             self.state = WHOLE
 
     def release(self, num_ranks: int | None = None) -> None:
-        """Free what is gathered; with `num_ranks`, that many ranks together keep a copy."""
+        """Free the gathered buffers; with `num_ranks`, that many ranks together keep a copy."""
         self.gather()  # a collective that runs still writes
         for buffer in self.buffers:
             buffer.release(num_ranks)
@@ -349,7 +350,7 @@ class GroupParameters:
             buffer.collect(pin=getattr(self.offload, "pin_memory", False))
 
     def check(self) -> None:
-        """Raise where a module holds another parameter than the sharded one."""
+        """Raise if a module holds a parameter other than the sharded one."""
         for member in self.members:
             for owner, name in member.owners:
                 found: Any = owner._parameters.get(name)
@@ -398,7 +399,7 @@ class GroupParameters:
                 owner.__dict__["_flat_weights"] = [getattr(owner, name) for name in names]
 
     def are_in(self, output: Any) -> bool:
-        """Whether an output has a gathered parameter in it, or a view of one."""
+        """Whether an output contains a gathered parameter, or a view of one."""
         return any(
             buffer.shares_memory(x._local if isinstance(x, DTensor) else x)
             for x in tensors_in(output)
@@ -410,7 +411,8 @@ class HeldParameters(dict[str, Any]):
     """The parameters of a module of which some are sharded: those cannot be replaced.
 
     A rank that replaced one would raise in forward, while the others wait for it in a collective.
-    So it is an error where it is done: nothing has changed, and who catches it goes on in step.
+    So the replacement itself raises: nothing has changed, and a program that catches the error
+    stays in step.
     """
 
     def __init__(self, parameters: dict[str, Any]) -> None:
@@ -454,7 +456,7 @@ def _is_like(member: Member, x: Any) -> bool:
 def _takes(member: Member, found: Any) -> bool:
     """Take a new parameter in the layout of the old one, from `load_state_dict(assign=True)`.
 
-    Each user of a shared parameter then has a tensor of its own; equal ones are one again.
+    Each user of a shared parameter then has a separate tensor; equal ones are tied again.
     """
     held: list[Any] = [owner._parameters.get(name) for owner, name in member.owners]
     if not all(_is_like(member, x) for x in held):

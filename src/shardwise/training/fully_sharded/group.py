@@ -2,13 +2,13 @@
 
 Note [One step of a group]
 Before the module's forward the group's buffers are gathered, and its modules see the whole tensors
-as attributes that hide the sharded parameters; after forward the buffers are freed. `Unshard` makes
-the whole tensors for autograd: its backward has the gradients of all of them, puts them into one
-row and starts a reduce-scatter. When the gradient of a module's output arrives, the group is
-gathered again, into the same storage, so that what autograd saved is valid. `Deliver` comes before
-`Unshard` in the graph, and its backward hands out the sharded gradients. All of its nodes are made
-when the outermost module starts, so that the engine, which runs the newest node first, runs them
-after everything else, and reductions overlap with the rest of backward.
+as attributes that hide the sharded parameters; after forward the buffers are freed. The autograd
+function `Unshard` returns the whole tensors: its backward gets the gradients of all of them, copies
+them into one row and starts a reduce-scatter. When the gradient of a module's output arrives, the
+group is gathered again, into the same storage, so that the tensors that autograd saved are valid.
+`Deliver` comes before `Unshard` in the graph, and its backward returns the sharded gradients. All
+`Deliver` nodes are made when the outermost module starts. The engine runs the newest node first, so
+it runs them after everything else, and reductions overlap with the rest of backward.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class ParameterGroup:
     def run(
         self, module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call a method of a module as its forward is: with gathered parameters."""
+        """Call a method of a module with gathered parameters, like forward."""
         declared, output = declared_module(module), None
         if declared is not None:
             declared.before_forward()
@@ -146,7 +146,7 @@ class ParameterGroup:
             self.parameters.release(num_ranks)
 
     def free_old(self) -> None:
-        """Free what an earlier step gathered: parameters may have changed since."""
+        """Free buffers gathered in an earlier step: parameters may have changed since."""
         pinned = self.pinned
         if self.parameters.seen != self.parameters.version():
             self.pinned = False
@@ -197,7 +197,7 @@ class ParameterGroup:
         self._show()
 
     def _goes_on(self, call: ModuleCall) -> bool:
-        """Let the next of several modules see what the one before saw."""
+        """Show the next of several modules the tensors that the one before saw."""
         same = call.grad_enabled == torch.is_grad_enabled() and self.parameters.state == WHOLE
         if same:
             self.call = call
@@ -205,7 +205,7 @@ class ParameterGroup:
         return same
 
     def _show(self) -> None:
-        """Show the modules whole tensors, those that are trained with a history."""
+        """Show the modules whole tensors; trained ones have a history."""
         tensors = self.parameters.tensors()
         trained = [
             number
@@ -229,7 +229,7 @@ class ParameterGroup:
         self.token = Deliver.apply(self, *trained) if trained else None
 
     def _watch_inputs(self, call: ModuleCall, inputs: Any) -> None:
-        """Without trained parameters, the group is free when its inputs have their gradients."""
+        """Without trained parameters, free the group when its inputs have their gradients."""
         found = [x for x in tensors_in(inputs) if x.requires_grad]
         if found and torch.is_grad_enabled():
             waiting = set(range(len(found)))
@@ -319,7 +319,7 @@ class ParameterGroup:
         self.token = token
 
     def done(self, call: ModuleCall | None) -> None:
-        """Backward has used the parameters of a call."""
+        """Note that backward has used the parameters of a call."""
         if call in self.running:
             self.running.remove(call)
         if call is not None:
@@ -429,7 +429,7 @@ class Hub:
         self.groups = state["groups"]
 
     def begin(self, root: ParameterGroup) -> None:
-        """A new forward of the outermost module."""
+        """Begin a new forward of the outermost module."""
         if self.ends_backward and not in_backward():
             self.forget()  # that backward raised
         inside = (group for group in map(group_of, root.module.modules()) if group is not None)
@@ -452,7 +452,7 @@ class Hub:
                 group.make_token()
 
     def end(self) -> None:
-        """The outermost module returned: what was prefetched and not used is freed."""
+        """Free what was prefetched and not used; the outermost module has returned."""
         for group in self.groups:
             if group.parameters.state == STARTED and group.depth == 0:
                 group.reshard()
@@ -467,7 +467,7 @@ class Hub:
             group.parameters.start()
 
     def finish_after_backward(self) -> None:
-        """Have `finish` run when the backward pass that runs now ends."""
+        """Make `finish` run at the end of the current backward pass."""
         self.keeps_whole |= torch.is_grad_enabled()
         if not self.ends_backward:
             self.ends_backward = True

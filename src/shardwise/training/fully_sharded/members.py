@@ -74,7 +74,7 @@ def name_of_replaced(parameter: torch.Tensor) -> str | None:
 
 
 def check_ties(module: nn.Module) -> None:
-    """Raise where a module still holds a parameter that was replaced elsewhere."""
+    """Raise if a module still holds a parameter that was replaced elsewhere."""
     for path, parameter in module.named_parameters():
         name = name_of_replaced(parameter)
         if name is not None:
@@ -87,7 +87,7 @@ def check_ties(module: nn.Module) -> None:
 
 
 # -- policies ------------------------------------------------------------------------------------
-# What a group may do besides sharding: compute in another dtype, and keep shards on the host.
+# Options of a group besides sharding: computing in another dtype, and keeping shards on the host.
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class CPUOffloadPolicy:
-    """Sharded parameters, their gradients and so optimizer state are in the host's memory."""
+    """Keep sharded parameters and gradients, and so optimizer state, in the host's memory."""
 
     pin_memory: bool = True
 
@@ -155,19 +155,19 @@ def mapped(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 # -- packing -------------------------------------------------------------------------------------
 # Note [Flat buffers]
-# A group gathers one buffer: the ranks' chunks, one after another. A parameter is a view of it
-# while gathered, so it is contiguous there, and a rank's shard of it is what its chunk overlaps.
-# Shards are rows of one dim (`Shard(dim, sizes)`), so a chunk may end inside a parameter only
-# between two rows.
+# A group gathers one buffer: the ranks' chunks, one after another. While gathered, a parameter is a
+# view of the buffer, so it is contiguous there; a rank's shard of it is its overlap with the rank's
+# chunk. Shards are rows of one dim (`Shard(dim, sizes)`), so a chunk may end inside a parameter
+# only between two rows.
 #
-# Chunks of one length are what collectives are fastest with: padding goes between parameters, and
-# the length is chosen so that there is little of it. Parameters with long rows come first; short
-# rows then fit anywhere. What is longer than a chunk makes the length a multiple of its rows. So
-# where a chunk has fewer than 100 rows, rounding up may take more than 1%: then rows of other dims
-# are tried, and for a large group several buffers, in each of which rows are of few lengths. If
-# that does not help, chunks end at the rows nearest to equal ones and have lengths of their own:
-# 1,000 rows on 96 ranks are 10 or 11 on each. Then there is no padding, and each rank's chunk is
-# sent by itself.
+# Collectives are fastest with chunks of equal length. Padding goes between parameters, and the
+# length is chosen so that there is little of it. Parameters with long rows come first; short rows
+# then fit anywhere. A parameter longer than a chunk makes the length a multiple of its rows. So if
+# a chunk has fewer than 100 rows, rounding up may take more than 1%: then rows of other dims are
+# tried, and for a large group several buffers, each with rows of few lengths. If that does not
+# help, chunks end at the row boundaries nearest to equal lengths, and their lengths differ: 1,000
+# rows on 96 ranks are 10 or 11 on each. Then there is no padding, and each rank's chunk is sent by
+# itself.
 
 
 #: The share of what is sent that may be padding, and a number of elements up to which more of it
@@ -191,7 +191,7 @@ class FlatPacking:
 
 
 def is_little(padding: int, total: int) -> bool:
-    """Whether chunks of one length may have so much padding, for `total` elements."""
+    """Whether this much padding is acceptable for `total` elements."""
     return padding <= max(LITTLE, total * MOST_PADDING)
 
 
@@ -201,7 +201,7 @@ def rows_of(shape: Sequence[int], dim: int) -> tuple[int, int]:
 
 
 def split_dim(shape: Sequence[int], parts: int) -> int:
-    """The dim along which a parameter is split, if nothing speaks for another.
+    """The dim along which a parameter is split by default.
 
     >>> split_dim((4096, 4096), parts=64), split_dim((8, 28672, 4096), parts=64)
     (0, 1)
@@ -243,14 +243,14 @@ def lengths_of(ends: Sequence[int]) -> list[int]:
 
 
 def _dim_of_short_rows(shape: Sequence[int]) -> int:
-    """The largest dim; not the last of a stack, so that what is copied together stays long."""
+    """The largest dim; not the last one of a stack, so that contiguous copies stay long."""
     return max(range(min(2, len(shape))), key=lambda dim: shape[dim])
 
 
 def _divided(
     shapes: Sequence[Sequence[int]], dims: list[int], num_buffers: int
 ) -> Iterator[list[list[int]]]:
-    """The numbers of parameters for each of several buffers: rows of like lengths together."""
+    """The parameters of each of several buffers, by number: similar row lengths together."""
     rows = [rows_of(shape, dim)[1] for shape, dim in zip(shapes, dims, strict=True)]
     lengths = sorted(set(rows), reverse=True)
     for ends in itertools.combinations(range(1, len(lengths)), num_buffers - 1):
@@ -262,7 +262,7 @@ def _divided(
 
 
 def _cut_near(shapes: Sequence[Sequence[int]], dims: list[int], parts: int) -> FlatPacking:
-    """Chunks that end at the rows nearest to those of one length."""
+    """Chunks that end at the row boundaries nearest to equal lengths."""
     items = {number: rows_of(shape, dims[number]) for number, shape in enumerate(shapes)}
     order = sorted(items, key=lambda i: -items[i][1])
     sizes = [items[i][0] * items[i][1] for i in order]
@@ -328,7 +328,7 @@ def _filler(
     row: int,
     length: int,
 ) -> int | None:
-    """An item for the place of padding: one that fits, or one of short rows that ends later.
+    """An item to place instead of padding: one that fits, or one with short rows that ends later.
 
     `room` is what is left of the chunk. Biases fit anywhere.
     """
