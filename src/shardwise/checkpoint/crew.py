@@ -40,7 +40,7 @@ class Crew:
 
     @property
     def leads(self) -> bool:
-        """Whether this process does what only one may do."""
+        """Whether this process does the steps that only one process may do."""
         return self.present[0] == 0 and (self.faults is None or 0 not in self.faults.killed)
 
     def exchange(self, mine: Sequence[T], what: str = "exchanges values") -> list[T]:
@@ -119,7 +119,7 @@ _DOING = {
 
 
 def _words(step: Callable[..., Any]) -> str:
-    """What a rank does in a step: the function that it calls, in words."""
+    """The step of a rank as text: the function that it calls, in words."""
     module = step.__module__.rpartition(".")[2]
     return f"it {_DOING.get(module, module)} ({step.__name__.strip('_').replace('_', ' ')})"
 
@@ -201,7 +201,7 @@ def is_partial(value: Any) -> bool:
 
 
 def reduced(value: Any) -> Any:
-    """The tensor with its Partial placements reduced: optimizer state made from such a gradient."""
+    """The tensor with Partial placements reduced, which optimizer state may get from gradients."""
     if not is_partial(value):
         return value
     placements = [Replicate() if p.is_partial() else p for p in value.placements]

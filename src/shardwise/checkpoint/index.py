@@ -88,7 +88,7 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What a checkpoint holds. `files` is empty where nothing is known but the tensors."""
+    """The contents of a checkpoint. `files` is empty if only the tensors are known."""
 
     folder: Path
     tensors: dict[str, SavedTensor]
@@ -179,7 +179,7 @@ def _index_of_file(path: Path) -> Index:
 
 
 def flat_node(names: Iterable[str]) -> Node:
-    """The state that is a table of these tensors."""
+    """The node of a flat dict of these tensors."""
     return {"dict": [[name, {"tensor": name}] for name in names]}
 
 
@@ -293,7 +293,7 @@ def _foreign_index(path: Path, content: dict[str, Any], digest: int) -> Index:
 
 
 def _check_file_name(path: Path, name: str) -> None:
-    """The files of a checkpoint are in its folder, whatever the index says."""
+    """Raise unless a file that the index names is in the checkpoint's folder."""
     if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise _damaged(path, f"it names the file {name[:60]!r}, which is not in its folder")
 
@@ -303,11 +303,11 @@ def _damaged(path: Path, why: str) -> CheckpointError:
 
 
 # Note [One writer per name]
-# Whoever writes `name` holds a lock of the operating system on `.name.lock` beside it; the file
-# says who that is. The lock ends with its process, however that ends. Unfinished folders of a name
-# that one has claimed belong to nobody and may be removed. Where the file system has no locks,
-# names are not claimed and nothing is removed; each job still writes a folder of its own, and one
-# of them becomes the checkpoint.
+# The writer of `name` holds an operating-system lock on `.name.lock` beside it; the file says who
+# the writer is. The lock ends with its process, however that ends. After claiming a name, its
+# unfinished folders belong to nobody and may be removed. If the file system has no locks, names are
+# not claimed and nothing is removed; each job still writes a separate folder, and one of them
+# becomes the checkpoint.
 
 
 #: What `flock` says where there are no locks.
@@ -316,12 +316,12 @@ _MAX_OWNER_BYTES = 300
 
 
 def half_name(name: str, token: str) -> str:
-    """The name of a checkpoint until it is complete; each save has a token of its own."""
+    """The name of a checkpoint until it is complete; each save has its own token."""
     return f".{name}.half-{token}"
 
 
 def halves(path: Path) -> list[Path]:
-    """What saves of this checkpoint that did not finish have left, or are writing."""
+    """The folders of unfinished saves of this checkpoint, abandoned or still being written."""
     begin = f".{path.name}.half"
     if not path.parent.is_dir():
         return []
@@ -332,7 +332,7 @@ class Claim:
     """The claim to the checkpoint at `path`; see Note [One writer per name]."""
 
     def __init__(self, path: Path) -> None:
-        """Raises where another job has it, with that job's name."""
+        """Raises if another job holds the claim, with that job's name."""
         self._path = path
         self._file = path.parent / f".{path.name}.lock"
         self._number = -1
@@ -382,7 +382,7 @@ class Claim:
             return False
 
     def remove_halves(self) -> None:
-        """Remove what dead jobs have left."""
+        """Remove the leftovers of dead jobs."""
         if self._has_lock:
             for half in halves(self._path):
                 if half.is_dir() and not half.is_symlink():
@@ -398,7 +398,7 @@ class Claim:
 
 
 def remove_dead_halves(folder: Path, prefix: str) -> None:
-    """Remove the halves and locks in a folder, of names that begin so, that no job holds."""
+    """Remove the halves and locks in a folder that no job holds, of names with this prefix."""
     names = set()
     for path in folder.iterdir():
         name, _, last = path.name[1:].rpartition(".")

@@ -42,13 +42,13 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import CheckpointError, CheckpointWarning
 from shardwise.random import new_parts
 
-#: Saved names, and what is filled with them.
+#: Saved names, and the targets to fill with them.
 Targets = list[tuple[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Loading:
-    """A call of an object's `load_state_dict`, and what puts it back as it was."""
+    """A call of an object's `load_state_dict`, and the call that undoes it."""
 
     what: str
     load: Callable[[], Any]
@@ -91,7 +91,7 @@ class Matching:
             _call(each)
 
     def unload_objects(self) -> None:
-        """Put back what `load_objects` has done."""
+        """Undo `load_objects`."""
         for each in reversed(self._loaded):
             with contextlib.suppress(Exception):  # the error that led here is the one to raise
                 each.unload()
@@ -270,7 +270,7 @@ class Matching:
     def _optimizer_tree(
         self, now: Any, own: Sequence[OwnParameter], saved: SavedOptimizer, fitted: Fit
     ) -> dict[str, Any]:
-        """What was saved, in the optimizer's own keys and groups."""
+        """The saved state, in the optimizer's own keys and groups."""
         targets, states = self.targets, now["state"]
         entries = {
             each.key: self._restored(states.get(each.key), saved.state[key], targets, each.tensor)
@@ -349,7 +349,7 @@ def _call(loading: _Loading) -> None:
 
 
 def _copied(tree: Any) -> Any:
-    """The tree with tables and lists of its own, and the same leaves."""
+    """A copy of the tree's dicts and lists, with the same leaves."""
     if isinstance(tree, Mapping):
         return {key: _copied(item) for key, item in tree.items()}
     if type(tree) in (list, tuple):
@@ -398,7 +398,7 @@ def tensor_like(parameter: torch.Tensor | None, saved: SavedTensor) -> torch.Ten
 
 
 def _is_writable(memory: torch.Tensor) -> bool:
-    """Whether bytes can be copied to a tensor, each to an element of its own."""
+    """Whether bytes can be copied to a tensor: no two elements share memory."""
     pairs = zip(memory.shape, memory.stride(), strict=True)
     shared = any(size > 1 and not stride for size, stride in pairs)
     return not (shared or memory.is_conj() or memory.is_neg())
@@ -407,20 +407,20 @@ def _is_writable(memory: torch.Tensor) -> bool:
 # -- loading -------------------------------------------------------------------------------------
 # Note [Nothing is half loaded]
 # Names, shapes, groups of optimizers and the checksums of all needed bytes are checked on every
-# rank before the first value is written. Then objects with a `load_state_dict` of their own are
-# loaded: if one fails on any rank, all ranks put the objects back as they were. Tensors of modules,
-# plain tensors and the state of optimizers come last, when nothing is left that could refuse them.
-# What one rank finds wrong, all raise.
+# rank before the first value is written. Then objects with their own `load_state_dict` are loaded:
+# if one fails on any rank, all ranks restore their objects. Tensors of modules, plain tensors and
+# the state of optimizers come last, when nothing is left that could refuse them. If one rank finds
+# a fault, all ranks raise it.
 
 
 def load(state: Any, path: str | os.PathLike[str], *, strict: bool = True) -> Any:
     """Read a checkpoint into a state, and return the state with the plain values that were saved.
 
-    Tensors are written in place, in whatever layout, mesh and world they have now; objects get
-    their `load_state_dict`. Every rank calls it and reads what its own shards need. A dict may have
-    fewer keys than were saved; within a module and an optimizer, names must match unless `strict`
-    is False. The state of an optimizer goes by the names of its parameters in the modules of
-    `state`. Hugging Face's folders and single safetensors files are read too.
+    Tensors are written in place, in their present layout, mesh and world; the `load_state_dict` of
+    objects is called. Every rank calls `load`, and reads the bytes of its own shards. A dict may
+    have fewer keys than were saved; within a module and an optimizer, names must match unless
+    `strict` is False. The state of an optimizer is matched by the names of its parameters in the
+    modules of `state`. Hugging Face's folders and single safetensors files are read too.
     """
     crew = current_crew()
     matching = Matching(strict)
@@ -481,7 +481,7 @@ def _fill(matching: Matching, reader: Reader, crew: Crew) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a rank sees: the checkpoint, and per optimizer the saved keys that it does not use."""
+    """A rank's view: the checkpoint, and per optimizer the saved keys that it does not use."""
 
     path: str
     digest: int
@@ -489,7 +489,7 @@ class _Found:
 
 
 def _check_all_used(found: Sequence[_Found]) -> None:
-    """Raise where an optimizer has state of parameters that no rank has."""
+    """Raise if an optimizer's saved state has parameters that no rank has."""
     names = dict.fromkeys(name for each in found for name in each.unused)
     for name in names:
         left = frozenset.intersection(*(e.unused[name] for e in found if name in e.unused))

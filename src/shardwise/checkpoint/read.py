@@ -82,7 +82,7 @@ class Reader:
             file.close()
 
     def check(self, requests: Sequence[ReadRequest]) -> None:
-        """Raise unless every byte that the requests need is there and fits its checksum."""
+        """Raise unless every byte that the requests need is present and matches its checksum."""
         blocks: dict[SavedChunk, set[int]] = {}
         names: dict[SavedChunk, str] = {}
         for request, chunk, entry, part in self._touched(requests):
@@ -266,7 +266,7 @@ class CheckpointReport:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What `verify` finds: how much was read, and what is damaged (nothing, when all is well)."""
+    """The result of `verify`: how much was read, and what is damaged (empty if all is well)."""
 
     num_bytes: int
     faults: tuple[str, ...]
@@ -277,7 +277,7 @@ class Verdict:
 
 
 def inspect(path: str | os.PathLike[str]) -> CheckpointReport:
-    """What a checkpoint holds. Reads the index and the headers, no tensor."""
+    """Report the contents of a checkpoint. Reads the index and the headers, no tensor."""
     index = read_index(Path(path))
     names = sorted({chunk.file for t in index.tensors.values() for chunk in t.chunks})
     return CheckpointReport(
@@ -304,7 +304,7 @@ def _report(name: str, tensor: SavedTensor) -> TensorReport:
 
 
 def verify(path: str | os.PathLike[str]) -> Verdict:
-    """Read every byte of a checkpoint and name everything that is damaged; raises nothing."""
+    """Read every byte of a checkpoint and report all damage; raises nothing."""
     return _verdict(Path(path), 0, 1)
 
 

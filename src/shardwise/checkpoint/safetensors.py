@@ -2,8 +2,8 @@
 
 Note [Bounded headers]
 A header is untrusted input. Its length is limited to `MAX_HEADER_BYTES` and the size of the file,
-its density of brackets to what tables of tensors have, and every number in it to the bytes of the
-file. No allocation depends on what a header claims. Only regular files are read: a FIFO waits for
+its density of brackets to that of tables of tensors, and every number in it to the bytes of the
+file. No allocation depends on the claims of a header. Only regular files are read: a FIFO waits for
 a writer, and a device may never end.
 """
 
@@ -207,7 +207,7 @@ def bounded_json(raw: bytes, what: str, max_brackets: int = 64) -> dict[str, Any
 
 @contextlib.contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Many new lists make Python look for garbage among all objects again and again; none is."""
+    """Inside, Python does not collect garbage: many new lists trigger it repeatedly, in vain."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -239,7 +239,7 @@ def _entry(path: str, name: str, spec: Any, first: int) -> TensorEntry:
 
 
 def natural_numbers(value: Any) -> bool:
-    """Whether it is a list of ints that can be sizes: none negative, none beyond 63 bits."""
+    """Whether it is a list of valid sizes: ints that are not negative and fit in 63 bits."""
     return (
         isinstance(value, list)
         and len(value) <= 64
@@ -250,7 +250,7 @@ def natural_numbers(value: Any) -> bool:
 def _check_cover(
     path: str, entries: Mapping[str, TensorEntry], first: int, file_bytes: int
 ) -> None:
-    """Tensors follow each other without gaps and fill the file."""
+    """Raise unless tensors follow each other without gaps and fill the file."""
     position = first
     for entry in sorted(entries.values(), key=lambda e: (e.start, e.num_bytes)):
         if entry.start != position:
@@ -274,10 +274,10 @@ def _damaged(path: str, why: str) -> CheckpointError:
 # Note [Rows and columns]
 # A block is a matrix of 64-bit words, 1024 to a row, padded with zeros. Its checksum is the CRC-32
 # of two vectors: the xor of each column, and per row the sum of the words times fixed odd weights,
-# modulo 2**64. That is several times as fast as a CRC over all bytes. Damage that one vector does
-# not show, the other does: an even number of flips in a column is in several rows, and one changed
-# word in a row always changes the row's sum. What is left is the chance of a CRC collision, one in
-# four thousand million.
+# modulo 2**64. That is several times as fast as a CRC over all bytes. Damage that one vector misses
+# shows in the other: an even number of flips in a column is in several rows, and one changed word
+# in a row always changes the row's sum. The remaining risk is a CRC collision, one in four thousand
+# million.
 
 
 BLOCK_BYTES = 1 << 20

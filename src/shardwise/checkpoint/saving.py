@@ -3,20 +3,21 @@
 Replicas of a shard are written once, by one of the ranks that hold them, balanced in bytes.
 
 Note [Whole or not at all]
-A checkpoint is written to a folder with a name of its own. When the files of all ranks are synced,
-rank 0 adds the index, reads it back, and renames the folder; until then there is no checkpoint of
-that name. A save that fails on one rank fails on all, and its folder is removed. Rank 0 claims the
-name meanwhile (Note [One writer per name]); the next save of a name removes what a killed one left.
+A checkpoint is written to a folder with a unique name. When the files of all ranks are synced, rank
+0 adds the index, reads it back, and renames the folder; until then there is no checkpoint of the
+final name. A save that fails on one rank fails on all, and its folder is removed. Meanwhile rank 0
+claims the name (Note [One writer per name]); the next save of a name removes the leftovers of a
+killed one.
 
 Note [Saves at the end of a program]
-A process that ends waits for its saves in the background, for `EXIT_WAIT_S` at most. If one is not
-done by then or has failed, and nobody has read that from `result()`, the process says so and ends
-with exit status 1. Under `launch`, a rank is done when its saves are, and fails with them.
+At exit, a process waits for its background saves, at most `EXIT_WAIT_S`. If one is not done by then
+or has failed, and nobody has called `result()`, the process says so and ends with exit status 1.
+Under `launch`, a rank is done when its saves are, and fails with them.
 
 Note [State beside a module]
-A module may keep state that is not in its state dict, as a collection keeps that of its fused
-optimizer. Its `__checkpoint_beside__()` lists those tensors. A state that has optimizers is one to
-resume from; if such tensors are missing in it, saving warns.
+A module may keep state outside its state dict, such as a collection's fused optimizer. Its
+`__checkpoint_beside__()` lists those tensors. A state with optimizers is meant for resuming; if
+such tensors are missing in it, saving warns.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ EXIT_WAIT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class _RankState:
-    """What a rank has to save, and where; exchanged before anything is written."""
+    """A rank's tensors to save, and the path; exchanged before anything is written."""
 
     path: str
     #: That of rank 0 is used: no other save has it.
@@ -181,9 +182,9 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
 def save_async(state: Any, path: str | os.PathLike[str], *, copy_bytes: int = COPY_BYTES) -> Saving:
     """Like `save`, but return as soon as the state may change again.
 
-    A rank copies at most `copy_bytes` of what it writes, and writes the rest before this returns.
-    One save runs at a time: the next save or load waits for it. So does the end of the program,
-    for ten minutes at most; an error that nobody has read then ends it with exit status 1.
+    A rank copies at most `copy_bytes` of its data, and writes the rest before this returns. One
+    save runs at a time: the next save or load waits for it. The end of the program waits too, at
+    most ten minutes; if nobody has read the error of a failed save, the exit status is then 1.
     """
     return Saving(_Job(state, path), copy_bytes)
 
@@ -212,7 +213,7 @@ class Saving:
         return not self._thread.is_alive()
 
     def result(self) -> None:
-        """Wait until the checkpoint is there, or raise what went wrong."""
+        """Wait until the checkpoint is complete, or raise the error of the save."""
         self._thread.join()
         if self in _in_flight:
             _in_flight.remove(self)
@@ -220,7 +221,7 @@ class Saving:
             raise self._error
 
     def why_not_saved(self, until_s: float) -> str | None:
-        """Wait, and say why the checkpoint is not there; None if it is."""
+        """Wait; return why the checkpoint does not exist, or None if it does."""
         if not self.done:
             seconds = max(until_s - time.monotonic(), 0)
             print(f"Waiting at most {seconds:.0f} s for {self._job.path}.", file=sys.stderr)
@@ -266,7 +267,7 @@ before_done.append(wait_for_saves)
 
 
 def _left_out(tree: Tree, saved: Iterable[torch.Tensor]) -> list[str]:
-    """The modules with state that is not among what is saved; see Note [State beside a module]."""
+    """The modules with state that is not being saved; see Note [State beside a module]."""
     if not tree.optimizers:
         return []
     memory = {tensor.untyped_storage().data_ptr() for tensor in saved}
@@ -434,7 +435,7 @@ class _Job:
     def _read_back(
         self, tensors: Mapping[str, SavedTensor], files: Mapping[str, SavedFile]
     ) -> None:
-        """Raise unless `load` will read what was written."""
+        """Raise unless `load` can read back what was written."""
         try:
             found = read_index(self.half)
         except CheckpointError as error:

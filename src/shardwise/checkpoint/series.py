@@ -1,4 +1,4 @@
-"""A series of checkpoints in one folder, by step, of which the last few are kept."""
+"""A series of checkpoints in one folder, by step; only the last few are kept."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = None) -> None:
-        """`keep` is how many checkpoints stay; None keeps all.
+        """`keep` is the number of checkpoints to keep; None keeps all.
 
-        The ones that were completed first are removed first, whatever their steps, but never the
-        one that was just saved, nor the one that was loaded before it.
+        The first completed are removed first, whatever their steps, but never the one just saved,
+        nor the one loaded before it.
         """
         if keep is not None and (type(keep) is not int or keep < 1):
             raise CheckpointError(f"At least one checkpoint is kept, found keep={keep!r}.")
@@ -81,7 +81,7 @@ class Checkpoints:
         return crew.alike(list_steps)[0]
 
     def _agreed_path(self, step: int) -> Path:
-        """`path(step)`; a step that is none on one rank is everyone's error."""
+        """`path(step)`; an invalid step on one rank is an error on all ranks."""
         crew = current_crew()
 
         def name_step() -> Path:
@@ -91,13 +91,13 @@ class Checkpoints:
         return crew.alike(name_step)[crew.present[0]]
 
     def save(self, step: int, state: Any) -> None:
-        """Save a step, then remove what is beyond `keep`."""
+        """Save a step, then remove checkpoints beyond `keep`."""
         save(state, self._agreed_path(step))
         self._note_saved(step)
         self._tidy()
 
     def save_async(self, step: int, state: Any, *, copy_bytes: int = COPY_BYTES) -> Saving:
-        """Save a step in the background; the next save removes what is beyond `keep`."""
+        """Save a step in the background; the next save removes checkpoints beyond `keep`."""
         path = self._agreed_path(step)
         self._tidy()
         saving = save_async(state, path, copy_bytes=copy_bytes)
@@ -121,8 +121,8 @@ class Checkpoints:
     def load_latest(self, state: Any, *, fallback: bool = False, strict: bool = True) -> Any:
         """Load the latest step; with `fallback`, the latest one that is not damaged.
 
-        Then each candidate is read and checked as a whole, by all ranks together, before it is
-        loaded. What was skipped is named in a `CheckpointWarning`.
+        Then all ranks together read and check each candidate as a whole before loading it. A
+        `CheckpointWarning` names the skipped ones.
         """
         damaged: list[str] = []
         for step in reversed(self._agreed_steps()) if fallback else ():

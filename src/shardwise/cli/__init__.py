@@ -1,4 +1,4 @@
-"""The command `shardwise`: its options, and what it prints. What it computes is in other folders.
+"""The command `shardwise`: its options and its output. Other folders do the computing.
 
 Nothing here imports torch before a command needs it.
 """

@@ -1,4 +1,4 @@
-"""What commands print: the console, error messages, and reports as tables."""
+"""The output of commands: the console, error messages, and reports as tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIPE_WIDTH = 200
 
 
 class _Escaping(Console):
-    """Names come from files and may hold sequences that a terminal acts on: none gets through."""
+    """Escapes terminal control sequences, which names from files may contain."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

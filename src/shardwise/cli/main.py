@@ -1,4 +1,4 @@
-"""The commands and their options; what they do is in the files beside this one."""
+"""The commands and their options; the files beside this one implement them."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
     dlrm is a recommender whose tables are sharded by a mixed plan, on a synthetic click log; gpt a
     tensor-parallel language model on the text that `help()` shows.
 
-    Also under torchrun, whose processes are then the ranks. Exit status 1 when the numbers are not
-    those of one device, 3 when the run broke: --resume continues from the last checkpoint.
+    Works under torchrun too; its processes are then the ranks. Exit status 1 if the numbers differ
+    from one device's, 3 if the run broke: --resume continues from the last checkpoint.
     """
     from shardwise.cli.console import console
     from shardwise.demo.run import Options, run_demo
@@ -155,9 +155,9 @@ def explain(
 ) -> None:
     """Show what a training step sends and holds.
 
-    One step is simulated: every collective, the memory of each rank, and how tensors are placed.
-    With --ranks nothing is simulated: a plan of tables is priced, and of a model of layers the
-    first and the last rank are played without values, for up to 10,000 ranks and more.
+    Simulates one step and lists every collective, the memory of each rank, and the placements of
+    tensors. With --ranks nothing is simulated: a plan of tables is priced, and for a model of
+    layers the first and the last rank are played without values, for 10,000 ranks and more.
     """
     from shardwise.cli.model import is_of_tables, run_explain
 
@@ -236,10 +236,10 @@ Examples:
 def check(ctx: click.Context, /, **options: Any) -> None:
     """Compare a sharded model with one device.
 
-    Outputs, gradients, updated parameters and random numbers are compared. With --mesh, the model
-    is also trained for three steps: plainly, and with accumulation, clipping, copies, parameters
-    that are frozen for a time and so on; all parameters are compared. Exit status 1 when something
-    differs, 2 when something was refused.
+    Compares outputs, gradients, updated parameters and random numbers. With --mesh, it also trains
+    the model for three steps, plainly and with accumulation, clipping, copies, frozen parameters
+    and so on, and compares all parameters. Exit status 1 if something differs, 2 if something was
+    refused.
     """
     from shardwise.cli.model import run_check
 
@@ -322,7 +322,7 @@ def checkpoint() -> None:
 def inspect(path: str, as_json: bool) -> None:
     """Show what a checkpoint holds.
 
-    Tensors, their chunks and files, and plain values. No tensor is read.
+    Lists tensors, their chunks and files, and plain values. Reads no tensor.
     """
     from shardwise.cli.checkpoint import run_inspect
 
@@ -333,9 +333,9 @@ def inspect(path: str, as_json: bool) -> None:
 @click.argument("path", type=click.Path())
 @click.pass_context
 def verify(ctx: click.Context, path: str) -> None:
-    """Read a checkpoint and name what is damaged.
+    """Read a checkpoint and list all damage.
 
-    Every byte is read. Exit status 1 if any is damaged.
+    Reads every byte. Exit status 1 if any is damaged.
     """
     from shardwise.cli.checkpoint import run_verify
 
@@ -369,7 +369,7 @@ def convert(source: str, target: str, prefix: str, max_file_bytes: int) -> None:
 def rules(op: str | None) -> None:
     """Count the ops with rules, or show one.
 
-    With OP (mm, aten.mm.default), the ways to run it on shards.
+    With OP (mm, aten.mm.default), shows the ways to run it on shards.
     """
     from shardwise.cli.support import run_rules
 
@@ -388,7 +388,7 @@ def doctor(ctx: click.Context) -> None:
 @main.command(epilog="\b\nExample:\n  shardwise completion bash >> ~/.bashrc\n")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print what a shell needs for completion."""
+    """Print the script for shell completion."""
     from click.shell_completion import get_completion_class
 
     found = get_completion_class(shell)

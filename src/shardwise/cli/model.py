@@ -59,7 +59,7 @@ _OPTIMIZERS = {
 
 
 def is_of_tables(target: str, plan: str | None) -> bool:
-    """Whether a plan of tables is asked about: for a file of tables, or for a model's."""
+    """Whether the command is about a plan of tables, of a file or of a model."""
     return Path(target).suffix in (".toml", ".json") or (
         plan is not None and section_of(plan) == "tables"
     )
@@ -112,8 +112,8 @@ def explain_step(case: Case, mesh: Mesh, optimizer: str) -> StepReport:
 def explain_layouts(case: Case, mesh: Mesh, optimizer: str, batch: int | None = None) -> StepReport:
     """One step of the first and of the last rank, from layouts alone: nothing is allocated.
 
-    They hold the largest and the smallest shards. `batch` is the number of examples of a step, if
-    it is not that of the case's batch.
+    These ranks hold the largest and the smallest shards. `batch` is the number of examples of a
+    step, if it differs from that of the case's batch.
     """
     reports = []
     for rank in dict.fromkeys((0, mesh.num_ranks - 1)):
@@ -196,7 +196,7 @@ Parameters = list[torch.nn.Parameter]
 
 
 def _parameters_to_step(module: torch.nn.Module) -> tuple[Parameters, Parameters]:
-    """Those that are not updated in backward, with dense and with sparse gradients."""
+    """The parameters that are not updated in backward, with dense and with sparse gradients."""
     updated = {id(p) for each in _updated_in_backward(module) for p in each.parameters()}
     left = [p for p in module.parameters() if id(p) not in updated]
     sparse = {id(p) for p in sparse_parameters(module)}
@@ -204,7 +204,7 @@ def _parameters_to_step(module: torch.nn.Module) -> tuple[Parameters, Parameters
 
 
 def _optimizers(name: str, dense: Parameters, sparse: Parameters) -> list[torch.optim.Optimizer]:
-    """The optimizer of this name; Adam refuses sparse gradients, which SparseAdam takes."""
+    """The optimizer of this name; SparseAdam takes sparse gradients, which Adam refuses."""
     kinds: list[Any] = [(_OPTIMIZERS[name], dense + sparse)]
     if name in ("adam", "adamw"):
         kinds = [(_OPTIMIZERS[name], dense), (torch.optim.SparseAdam, sparse)]
@@ -212,7 +212,7 @@ def _optimizers(name: str, dense: Parameters, sparse: Parameters) -> list[torch.
 
 
 def _of_size(batch: Any, size: int) -> Any:
-    """A batch of so many examples, without values."""
+    """A batch of this many examples, without values."""
 
     def sized(leaf: Any) -> Any:
         batched = isinstance(leaf, torch.Tensor) and leaf.dim()

@@ -47,7 +47,7 @@ MARKS = {True: "[green]works[/green]", False: "[red]fails[/red]", None: "[dim]no
 
 @dataclass(frozen=True)
 class Finding:
-    """`ok` is None for a mere note."""
+    """`ok` is None for a note that is neither good nor bad."""
 
     name: str
     ok: bool | None

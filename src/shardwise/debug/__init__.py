@@ -1,7 +1,7 @@
-"""Counting communication, explaining plans, drawing who holds what, comparing what ranks run.
+"""Counts communication, explains plans, draws which rank holds what, compares what ranks run.
 
-A collective that ran is a `CommEvent`; `Traffic` adds them up, groups and shows them, also
-for `report`. A report of a whole step is in `report`, comparisons with one device in `testing`.
+A collective that ran is a `CommEvent`; `Traffic` adds events up, groups and shows them, also for
+`report`. A report of a whole step is in `report`, comparisons with one device in `testing`.
 """
 
 from shardwise.debug.comm_mode import CommDebugMode

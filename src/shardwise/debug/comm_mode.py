@@ -40,10 +40,10 @@ def _is_made_of_others(kind: type) -> bool:
 
 
 class CommDebugMode(TorchDispatchMode):
-    """Counts collectives, as torch's mode of this name does, and tells where each comes from.
+    """Counts collectives, as torch's mode of this name does, and says where each comes from.
 
-    It can be used several times, and starts afresh each time. Inside torch.compile it sees what
-    the compiled code runs, not what is traced.
+    It can be used several times, and starts afresh each time. With torch.compile it sees the
+    collectives that compiled code runs, not those that are traced.
 
     >>> import shardwise, torch
     >>> from shardwise.debug import CommDebugMode
@@ -189,11 +189,11 @@ class CommDebugMode(TorchDispatchMode):
         return table
 
     def get_parameter_info(self) -> dict[str, dict[str, torch.nn.Parameter]]:
-        """Per name of a module that ran, or lies in one that did, its own parameters by name."""
+        """For each module that ran or is inside one that ran, by name: its own parameters."""
         return self.advanced_module_tracker.module_parameters_dict
 
     def get_sharding_info(self) -> dict[str, tuple[Placement, ...]]:
-        """Per name of a parameter that is a DTensor, its placements.
+        """The placements of each parameter that is a DTensor, by name.
 
         >>> import shardwise, torch
         >>> from shardwise.debug import CommDebugMode
@@ -211,7 +211,7 @@ class CommDebugMode(TorchDispatchMode):
     # -- reports -----------------------------------------------------------------------------
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
-        """One indented line per module: what it communicates in forward and in backward.
+        """One indented line per module: its communication in forward and in backward.
 
         With a `noise_level` above 0, each collective has a line below its module.
         """
@@ -244,7 +244,7 @@ class CommDebugMode(TorchDispatchMode):
         Path(file_name).write_text(self.to_json() + "\n", encoding="utf-8")
 
     def log(self) -> None:
-        """Print a table: what ran where, how often, with how many bytes, and because of what."""
+        """Print a table: which collectives ran where, how often, with how many bytes, and why."""
         from rich.console import Console
 
         Console().print(self)
@@ -254,7 +254,7 @@ class CommDebugMode(TorchDispatchMode):
 
 
 class ModuleTable:
-    """What torch's module tracker knows of modules, by their names."""
+    """The information of torch's module tracker, by names of modules."""
 
     def __init__(self) -> None:
         self.module_helper_dict: dict[str, dict[str, Any]] = {"Global": {"depth": 0}}

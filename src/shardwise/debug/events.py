@@ -2,9 +2,9 @@
 
 Note [Modules without hooks]
 torch.compile would trace hooks on modules and guard on them, so entering a mode would recompile the
-model. The running modules are found on the Python stack instead. In backward they are not on it:
-there the autograd node that runs has a sequence number, and forward has recorded for which module,
-and at which line, the nodes with that number were made.
+model. The running modules are found on the Python stack instead. In backward they are not on it.
+There the running autograd node has a sequence number, and forward has recorded the module and the
+line that made the nodes with that number.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Places:
     def _maker(self) -> tuple[str | None, str | None]:
         """The path of the running module, None outside modules, and the line.
 
-        In backward, those for which and at which forward made the node that runs.
+        In backward, the module and line whose forward made the running node.
         """
         running = running_modules()
         if running:
@@ -363,7 +363,7 @@ class Traffic:
         ]
 
     def inside(self, path: str) -> Traffic:
-        """What a module sent, the modules inside it included; all is inside ""."""
+        """The collectives of a module, including the modules inside it; "" includes everything."""
         return Traffic(event for event in self.events if not path or _is_below(event.module, path))
 
     def by_module(self, names: Sequence[str]) -> dict[str, dict[str, Counter[str]]]:

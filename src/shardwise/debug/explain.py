@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class InputMove:
-    """One step for one input. It does not run where an earlier call has left its result."""
+    """One step for one input. It does not run if an earlier call has left its result."""
 
     step: Step
     ran: bool
@@ -102,7 +102,7 @@ class Explanation(Sequence[PlannedCall]):
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Run `fn(*args, **kwargs)` once and say what each call on DTensors did.
+    """Run `fn(*args, **kwargs)` once and report what each call on DTensors did.
 
     >>> import shardwise, torch
     >>> from shardwise.debug import explain

@@ -1,15 +1,15 @@
-"""Records of calls, and in which call the journals of the ranks differ first; see Note [Journals].
+"""Records of calls, and the search for the first call in which ranks differ; see Note [Journals].
 
-Ranks exchange digests and accounts through the store in which they met: it works also where a
-collective has failed, and where ranks are in different ones.
+Ranks exchange digests and accounts through the store of their rendezvous: it works even after a
+collective has failed, and while ranks are in different collectives.
 
 Note [Rounds]
 In round j of a comparison each rank writes to the rank 2^j after it: its digest, and whether all
-digests that it knows of were the same. After log2(ranks) rounds each rank has heard of every other,
-so all of them come to one verdict in the same round. A rank sends and reads one message per round,
-however many ranks there are, and reads it a step later: nobody waits, and no thread is woken. On
-one host a message goes through memory that the ranks share, else through the store. A collective of
-a few bytes costs more than either, most of it in the threads of its backend.
+digests that it knows were the same. After log2(ranks) rounds each rank has heard from every other,
+so all of them reach the same verdict in the same round. A rank sends and reads one message per
+round, however many ranks there are, and reads it a step later: nobody waits, and no thread is
+woken. On one host messages go through shared memory, otherwise through the store. A collective of a
+few bytes costs more than either, mostly in the threads of its backend.
 
 A rank that has sent round n has read round n - 1, and hears of all ranks within log2(ranks) rounds.
 So no rank is more rounds behind than that, and a few slots per rank are enough.
@@ -65,7 +65,7 @@ class DigestComparison:
         self._send()
 
     def advance(self) -> bool | None:
-        """Read the message of this round: the verdict, or None where another round has begun."""
+        """Read this round's message; returns the verdict, or None if another round has begun."""
         found = self._mailbox.get(self._number + 1) if self._mailbox is not None else None
         digest, same = self._wait() if found is None else found
         self._same &= bool(same) and digest == self._digest
@@ -99,7 +99,7 @@ class DigestComparison:
         return found
 
     def _wait(self) -> tuple[int, int]:
-        """The message of this round, from wherever it comes first."""
+        """The message of this round, from the mailbox or the store."""
         slot, until_s = self._slot(self._rank), time.monotonic() + self._wait_s
         while True:
             # Reads in one round trip, also where nothing was written yet.
@@ -118,7 +118,7 @@ class DigestComparison:
 
 @dataclass(frozen=True)
 class Account:
-    """What a rank has run since the last comparison that it has read."""
+    """The calls of a rank since the last comparison that it has read."""
 
     #: How many calls came before, on which all ranks agreed; the last of them.
     start: int
@@ -132,7 +132,7 @@ class Account:
     sent: tuple[int, str, int] | None
 
     def code(self, number: int) -> int | str | None:
-        """Something that differs between different calls; None where it is not known."""
+        """A code that differs between different calls; None if it is not known."""
         place = number - self.start
         if place < len(self.calls):
             return self.kinds[self.calls[place]][0]
@@ -148,14 +148,14 @@ class Account:
 def exchange_accounts(
     mine: Account, topic: str, num_ranks: int, wait_s: float
 ) -> dict[int, Account]:
-    """The accounts of the ranks that give one in time; this rank's was the first it gave."""
+    """The accounts of the ranks that answer in time; of this rank, the first that it gave."""
     post(json.dumps(asdict(mine)), topic)
     texts = posted(num_ranks, wait_s, topic)
     return {rank: Account(**json.loads(texts[rank])) for rank in sorted(texts)}
 
 
 def first_difference(accounts: dict[int, Account]) -> RankMismatchError | None:
-    """The error to raise on all ranks; None where their accounts agree as far as they go."""
+    """The error to raise on all ranks; None if their accounts agree as far as they go."""
     if len(accounts) < 2:
         return None
     start = max(account.start for account in accounts.values())
@@ -205,7 +205,7 @@ def _cut(text: str, begin: int = 0) -> str:
 
 
 def _around_difference(texts: Sequence[str]) -> list[str]:
-    """Texts that are long, from shortly before the first character in which some differ."""
+    """Long texts, cut to begin shortly before the first character in which they differ."""
     pairs = enumerate(zip(*texts, strict=False))
     first = next((place for place, chars in pairs if len(set(chars)) > 1), 0)
     return [_cut(text, max(0, first - 100)) for text in texts]
@@ -224,9 +224,9 @@ def _by_rank(texts: dict[int, str]) -> str:
 # -- mailbox -------------------------------------------------------------------------------------
 # Mailbox: short messages between the ranks of one host, in memory that they share.
 #
-# To write or read one takes a microsecond, and wakes nobody; a message through the store takes two
-# wake-ups of its thread. Ranks that cannot share memory (on other hosts, in other containers, on
-# other systems than Linux) have no mailbox for each other.
+# Writing or reading one takes a microsecond, and wakes nobody; a message through the store wakes
+# its thread twice. Ranks that cannot share memory (on other hosts, in other containers, or not on
+# Linux) have no mailbox for each other.
 
 
 #: The number of a message, what it says, and a checksum of both.
@@ -250,7 +250,7 @@ class Mailbox:
         _MESSAGE.pack_into(self._memory, at, number, digest, same, checksum)
 
     def get(self, number: int) -> tuple[int, int] | None:
-        """The message, or None while it is not there, or not all of it."""
+        """The message, or None if it has not arrived completely."""
         at = number % _MAIL_SLOTS * _MESSAGE.size
         *found, checksum = _MESSAGE.unpack_from(self._memory, at)
         whole = found[0] == number and hash(tuple(found)) == checksum
@@ -258,7 +258,7 @@ class Mailbox:
 
 
 def make_mailbox() -> Mailbox | None:
-    """A mailbox for this process; None where memory cannot be shared."""
+    """A mailbox for this process; None if memory cannot be shared."""
     try:
         host = _host()
         number = os.memfd_create("shardwise-mailbox")
@@ -274,7 +274,7 @@ def make_mailbox() -> Mailbox | None:
 
 
 def open_mailbox(address: str) -> Mailbox | None:
-    """The mailbox of another process; None where it is out of reach."""
+    """The mailbox of another process; None if it is out of reach."""
     try:
         host, process, number = address.split()
         if host != _host():

@@ -6,21 +6,21 @@ collective and optimizer step. A record names the op, its arguments (layouts, nu
 tensors they are) and has a code, a hash of that text, which is the same in every process.
 Collectives that follow from a recorded call's layouts have no record, unless each is compared; nor
 has `detach`, whose result is the same tensor. Equal records are one object, made at the first such
-call with the line of the program that led to it. A call is first compared with the one that was at
-its place in the journal before, as steps are alike: that costs less than a lookup, most of which is
-waiting for memory.
+call, with the line of the program that led to it. Since steps are alike, a call is first compared
+with the call at the same position of the last step: that costs less than a lookup, which mostly
+waits for memory.
 
-Ranks compare a digest of all codes so far (Note [Rounds]); where digests differ they exchange the
-codes since the last verdict, and the first that differs is the mistake. They do so also when a
+Ranks compare a digest of all codes so far (Note [Rounds]). If digests differ, they exchange the
+codes since the last verdict, and the first difference is the mistake. They also do so when a
 collective fails or an error ends the mode, since ranks out of step reach no other comparison.
 
 Note [Which tensor]
-Two calls of one op on tensors of one layout may be in another order on one rank, which gives wrong
-numbers and no error. So tensors are numbered: as calls make them, or where a call first uses them.
-A record counts back to them, so that the next step finds the same records. A tensor that is older
-than a step, such as a parameter, gets a number of its own, below 0.
+On one rank, two calls of an op on tensors of the same layout may be swapped, which gives wrong
+numbers and no error. So tensors are numbered when a call makes them or first uses them. A record
+counts back to them, so that the next step finds the same records. A tensor older than a step, such
+as a parameter, gets a fixed number below 0.
 
-The mode replaces functions while it is on; when it is off, nothing looks whether it is.
+The mode replaces functions while it is on; when it is off, no code checks for it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _sessions = itertools.count(1)
 
 
 class agree:
-    """Inside it, all ranks raise when one of them runs something else than the others.
+    """Inside, all ranks raise if one of them runs something other than the rest.
 
     Each rank keeps a running hash of what it runs: ops on DTensors with their layouts, numbers and
     operands, collectives, optimizer steps, and the state of the random generator. The hashes are
@@ -92,9 +92,9 @@ class agree:
     names the ranks, the first call that differs, its layouts and its line in the program.
 
     A comparison after a step does not wait: its messages are read at the next steps, and when the
-    mode ends. So two ranks learn of a difference one step later, more within 2 log2(ranks) steps.
-    Ops on plain tensors are not seen. With `rng=False` generators are not compared, for programs
-    that draw other numbers on each rank on purpose.
+    mode ends. So two ranks learn of a difference one step later, more ranks within 2 log2(ranks)
+    steps. Ops on plain tensors are not recorded. With `rng=False` generators are not compared, for
+    programs that draw different numbers on each rank on purpose.
 
     >>> import shardwise
     >>> with shardwise.simulate(2), shardwise.debug.agree(every="collective") as mode:
@@ -320,7 +320,7 @@ class agree:
                 self._number += 1
 
     def _number_older(self, values: Sequence[Any], first: int | None = None) -> bool:
-        """Number tensors before `first` anew, below 0; whether there are any."""
+        """Renumber tensors before `first`, below 0; returns whether there are any."""
         if first is None:  # of older steps, and of other sessions
             first = max(self._before, self._number - _MAX_BACK)
         older = [x for x in _tensors(values) if self._first_older < x._born < first]
@@ -337,7 +337,7 @@ class agree:
         return record
 
     def _add(self, key: list[Any], describe: Callable[[], str]) -> None:
-        """Record what is not a call of an op."""
+        """Record something that is not a call of an op."""
         record = next(self._expected, NOTHING)
         if record.key != key:
             record = self._known.get(tuple(key)) or self._new(key, describe)
@@ -479,7 +479,7 @@ class agree:
         return state
 
     def _read(self) -> bool:
-        """Whether no comparison is under way any more; raise if some rank differs."""
+        """Whether no comparison is under way any longer; raises if some rank differs."""
         sent = self._sent
         if sent is None or self._verdict is None:
             return True
@@ -498,13 +498,13 @@ class agree:
         return True
 
     def _explain(self) -> None:
-        """A collective has failed: raise if that is because ranks run something else."""
+        """After a failed collective, raise if the reason is that ranks run different calls."""
         found = self._difference(self._sent, GRACE_S)
         if found is not None:
             raise found
 
     def _difference(self, sent: _Sent | None, wait_s: float) -> RankMismatchError | None:
-        """The first call in which ranks differ, among those that tell what they did in time."""
+        """The first call in which ranks differ, among the ranks that answer in time."""
         if self._verdict is None or self._asked:
             return None
         self._asked = True
@@ -559,11 +559,11 @@ def _tensors(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def check_rng(mesh: DeviceMesh | None = None, generator: torch.Generator | None = None) -> None:
-    """Raise on every rank, naming the ranks, when their generators are in different states.
+    """Raise on every rank, naming the ranks, if their generators are in different states.
 
-    Compares `generator`, or else the default ones of the CPU and of the mesh's device. All ranks of
-    the mesh (without one, of the world) must call it. Costs one all-gather of 8 bytes per
-    generator and mesh axis.
+    Compares `generator`, or by default those of the CPU and of the mesh's device. All ranks of the
+    mesh (without a mesh, of the world) must call it. Costs one all-gather of 8 bytes per generator
+    and mesh axis.
 
     >>> import shardwise
     >>> from shardwise.debug import check_rng

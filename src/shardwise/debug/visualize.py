@@ -34,9 +34,9 @@ class HeldBox:
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool | None = None) -> None:
     """Print which ranks hold which shard of a tensor: a cell per shard, with its ranks.
 
-    One- and two-dimensional tensors are one grid; of others, each slice of the leading dims is
-    one. Ranks that hold the same shard share its cell. With `use_rich` each rank has a colour; by
-    default that is so on a terminal. A notebook gets a `ShardingPicture`. Of several processes the
+    One- and two-dimensional tensors are drawn as one grid, others as a grid for each slice of the
+    leading dims. Ranks that hold the same shard share its cell. With `use_rich`, the default on a
+    terminal, each rank has a colour. A notebook gets a `ShardingPicture`. Of several processes, the
     one at the origin of the mesh prints.
 
     >>> import shardwise
@@ -276,7 +276,7 @@ _DEPTH = 10.0
 
 
 def colour(*ranks: int) -> str:
-    """The colour of a rank; what several hold is grey."""
+    """The colour of a rank; grey for several ranks."""
     return COLOURS[ranks[0] % (len(COLOURS) - 1)] if len(ranks) == 1 else COLOURS[-1]
 
 

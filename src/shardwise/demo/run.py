@@ -66,9 +66,9 @@ class Options:
 
 
 def run_demo(options: Options, console: Console) -> int:
-    """0 when the sharded model has one device's numbers, else 1.
+    """Return 0 if the sharded model has one device's numbers, else 1.
 
-    Under torchrun, this process is one of the ranks, and the first of them reports.
+    Under torchrun, this process is one of the ranks, and the first rank reports.
     """
     torch.set_num_threads(1)  # more threads are slower on a small model
     joined = dist.is_torchelastic_launched()
@@ -195,7 +195,7 @@ BOUND = 1e-4
 
 @contextlib.contextmanager
 def bar(console: Console, label: str, num_steps: int) -> Iterator[StepDone]:
-    """A bar with loss and examples/s; ten lines where there is no terminal."""
+    """A bar with loss and examples/s; ten lines if the output is not a terminal."""
     if not console.is_terminal:
         every = max(1, num_steps // 10)
 
@@ -261,8 +261,8 @@ def show(console: Console, report: StepReport) -> None:
 # -- training ------------------------------------------------------------------------------------
 # Note [A training that can be killed]
 # A checkpoint has the model, the optimizers, the number of steps done and their losses. Batches are
-# drawn again from the seed, so a training that continues from a checkpoint takes the same steps as
-# one that was never stopped.
+# drawn again from the seed, so a training run that continues from a checkpoint takes the same steps
+# as one that was never stopped.
 
 
 #: Called after each step with its number, loss and examples per second.
@@ -337,7 +337,7 @@ def _one_process(
 def train_sharded(
     task: Task, num_ranks: int, progress: StepDone, keeping: Keeping | None = None
 ) -> TrainingRun:
-    """In the current world; every rank calls it and gets the same."""
+    """Train in the current world; every rank calls this and gets the same result."""
     mesh = Mesh(("ranks",), (num_ranks,)).make()
     request = f"{task.title}: {task.identity()}, {task.num_steps} steps, {keeping}"
     agree(grid_of(mesh), "the training", request)

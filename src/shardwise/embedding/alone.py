@@ -1,14 +1,14 @@
-"""A step of one rank on a GPU: the kernels take the batch as it came, and the host never waits.
+"""A step of one rank on a GPU: kernels read the batch directly, and the host never waits.
 
-What the plan decides (addresses, sizes, where results go) lies in device arrays, which are laid
-down with the first batch of its form. A step makes the same calls however many tables there are.
+Everything that depends only on the plan (addresses, sizes, where results go) is in device arrays,
+made with the first batch of each form. A step makes the same calls for any number of tables.
 
 Note [Late checks]
 A batch is checked on the device, before its lookup (see Note [Records] in `kernels.tables`). An
-invalid one changes no row. The host reads what was found when the next step begins, or earlier if
-the lookup has reported it by then; or in `synchronize`. With `check="now"` the lookup itself waits
-for it. In a graph no such code runs: the graph's record adds up what all its
-replays found, and `synchronize` reads it.
+invalid one changes no row. The host reads the result when the next step begins, earlier if the
+lookup has reported it by then, or in `synchronize`. With `check="now"` the lookup itself waits for
+it. A CUDA graph cannot run such code: its record accumulates the results of all replays, and
+`synchronize` reads it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FORMS = 64
 
 
 class _Form(NamedTuple):
-    """What batches of the same features and numbers of bags have in common."""
+    """The state shared by batches with the same features and numbers of bags."""
 
     tables: TableSet
     #: Per state of the optimizer, one tensor per table.
@@ -144,7 +144,7 @@ class OneRank:
     # -- see Note [Late checks] ------------------------------------------------------------------
 
     def begin(self, batch: OneRankBatch) -> None:
-        """A step begins: read what earlier ones left; the new batch may be read later."""
+        """Begin a step: read the results of earlier checks, but not yet that of the new batch."""
         self.raise_late()
         if batch.is_captured:
             self._captured.append(batch)
@@ -241,7 +241,7 @@ class OneRankBatch(PrefetchedBatch):
     # -- see Note [Late checks] ------------------------------------------------------------------
 
     def raise_if_invalid(self) -> None:
-        """Raise what is wrong with the batch; waits if that is not known yet."""
+        """Raise if the batch is invalid; waits if that is not known yet."""
         if self.record.has_arrived() and not self.record.is_invalid():
             return
         numbers = self.alone.records.of_graphs if self.is_captured else self.record.numbers
@@ -269,7 +269,7 @@ class OneRankBatch(PrefetchedBatch):
         return found if isinstance(found, Fault) else None
 
     def _described(self, bag: int, at: int) -> str:
-        """What the record says, of a batch that has been overwritten."""
+        """The fault as the record describes it, for a batch that has been overwritten."""
         num_bags, num_ids = self.batch.num_bags, self.bags.ids.shape[0]
         if bag:
             return f"a batch had bags that do not fit its {num_ids} ids, from bag {num_bags - bag}"
@@ -278,7 +278,7 @@ class OneRankBatch(PrefetchedBatch):
     # -- what the kernels do not do ----------------------------------------------------------------
 
     def send_ids(self) -> None:
-        """There is nobody to send them to."""
+        """Do nothing: there is no other rank to send ids to."""
 
     def check(self) -> None:
         self.alone.begin(self)
@@ -287,7 +287,7 @@ class OneRankBatch(PrefetchedBatch):
         return self._as_others().lengths_per_feature()
 
     def arrive(self) -> list[RankStep]:
-        """The batch as several ranks exchange it, for the gradients of parameters and weights."""
+        """The batch as several ranks exchange it, for gradients of parameters and weights."""
         return self._as_others().arrive()
 
     def _as_others(self) -> PrefetchedBatch:

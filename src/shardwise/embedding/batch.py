@@ -76,7 +76,7 @@ def bags_of(
 
 
 def _edges(counts: Sequence[int]) -> np.ndarray:
-    """Where each of the counted begins, and where the last one ends."""
+    """The start of each counted item, and the end of the last one."""
     return np.cumsum([0, *counts])
 
 
@@ -157,7 +157,7 @@ def _ids_per_feature(lengths: torch.Tensor, bag_edges: np.ndarray) -> torch.Tens
 def _counts_if_valid(
     batch: Jagged, features: Features, places: np.ndarray, bag_edges: np.ndarray
 ) -> list[int] | None:
-    """The ids of each feature, if all is valid; None where `bags_of` has to look closer.
+    """The ids of each feature, counted; None unless the batch is valid (`bags_of` says why).
 
     On a GPU every read of a value waits for the device: this reads once.
     """
@@ -224,7 +224,7 @@ def prefetch_batch(
 ) -> PrefetchedBatch:
     """Check a batch on every rank, and start the exchange of counts.
 
-    `trouble` is what is wrong with the collection itself on this rank; all ranks will raise it.
+    `trouble` is a fault of the collection itself on this rank; all ranks will raise it.
     `tables_train`: whether backward may need the gradient of a table on this rank.
     """
     jagged = _read(batch)

@@ -60,7 +60,7 @@ _ADDRESS = torch.Tensor.data_ptr
 class _Weight(nn.Module):
     """Holds the parameter of one table, under the name that torchrec's modules give it."""
 
-    #: Its plan decides its layout: `fully_shard` leaves it alone.
+    #: The collection's plan decides its layout: `fully_shard` leaves it alone.
     lays_out_itself = True
 
     def __init__(self, weight: torch.Tensor, sparse: bool) -> None:
@@ -72,7 +72,7 @@ class _Weight(nn.Module):
 
 
 class _Collection(nn.Module):
-    """What pooled and unpooled collections share."""
+    """The base class of pooled and unpooled collections."""
 
     _pooled: bool
     _child: str
@@ -173,7 +173,7 @@ class _Collection(nn.Module):
         self._known: Any = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What `to`, `double` and the like call: convert the stacks and the parameters."""
+        """Convert the stacks and the parameters, for `to`, `double` and the like."""
         stacks = self._engine.stacks
         if stacks.grid is not None:
             if all(
@@ -262,18 +262,18 @@ class _Collection(nn.Module):
     ) -> Any:
         """Shard the tables over the ranks of `mesh`, with the weights of its first rank.
 
-        In place; returns the collection. From then on each rank gives its own batch. Gradients are
+        In place; returns the collection. Afterwards each rank passes its own batch. Gradients are
         those of the mean of the ranks' losses, or of their sum.
 
-        With `exchange_dtype` (torch.bfloat16 or torch.float16) rows and gradients are rounded to
-        that dtype to be sent, in half the bytes of float32; sums are still in the tables' dtype.
-        By default it is that of the plan.
+        With `exchange_dtype` (torch.bfloat16 or torch.float16) rows and gradients are sent in that
+        dtype, in half the bytes of float32; sums keep the tables' dtype. The default is the plan's
+        `exchange_dtype`.
 
-        A collection on the `meta` device gets memory here, for each rank's shards alone, and
-        initial values: those that one device would draw with the generator of the first rank.
+        A collection on the `meta` device is allocated here, only each rank's shards, with the
+        initial values that one device would draw from the first rank's generator.
 
-        Of a mesh with several axes give one, `mesh["dev"]`: tables are sharded along it, and there
-        is a replica for each coordinate of the others, which `data_parallel` keeps equal.
+        Of a mesh with several axes pass one, such as `mesh["dev"]`: tables are sharded along it,
+        with a replica for each coordinate of the others, which `data_parallel` keeps equal.
 
         A rank outside the mesh calls this too. It holds no rows, and looks up zeros.
         """
@@ -376,8 +376,8 @@ class _Collection(nn.Module):
         """Start to exchange a batch; give the result to the collection instead of the batch.
 
         This does not wait for other ranks. The ids are sent during the collection's next exchange
-        of rows or gradients, and arrive while other work is done. An invalid batch, on any rank,
-        raises when it is used.
+        of rows or gradients, while other work goes on. An invalid batch, on any rank, raises when
+        it is used.
         """
         # Whether its lookup will be under autograd is not known yet.
         prefetched = self._prefetch(batch, self._parameters_in_order(), may_train=True)
@@ -405,14 +405,14 @@ class _Collection(nn.Module):
         """Wait until all batches so far are checked; raise if one was invalid.
 
         On a GPU, a single rank does not wait for the check of its batch: an invalid batch changes
-        no row, its output means nothing, and the next lookup raises at the latest. With
-        `check="now"` it raises at once, as it does everywhere else.
+        no row, its output is meaningless, and the next lookup raises at the latest. With
+        `check="now"` the lookup raises at once, as it does everywhere else.
         """
         if self._engine.alone is not None:
             self._engine.alone.synchronize()
 
     def _trouble(self, parameters: list[torch.Tensor]) -> str | None:
-        """Tables without memory, or a parameter that someone replaced."""
+        """The fault if tables have no memory or a parameter was replaced; else None."""
         stacks = self._engine.stacks
         if stacks.device.type == "meta":
             return "the tables are on the meta device: shard() or to_empty() gives them memory"
@@ -427,7 +427,7 @@ class _Collection(nn.Module):
         return trouble
 
     def _replaced(self) -> str | None:
-        """What to do about a parameter that is no longer a view of its stack."""
+        """The error text for a parameter that is no longer a view of its stack."""
         stacks = self._engine.stacks
         for number, table in enumerate(self.tables):
             if not stacks.holds(number, self.parameter(table.name)):
@@ -490,7 +490,7 @@ def make_alone(
     *,
     wait: bool,
 ) -> Any:
-    """The fused path of a single rank, where its kernels can serve it; otherwise None."""
+    """The fused path of a single rank, if its kernels support the collection; otherwise None."""
     if not stacks.weights:  # a rank outside the mesh
         return None
     weights = stacks.weights[0]
@@ -515,8 +515,9 @@ for _method in (_Collection.prefetch, _Collection._run):
 class EmbeddingBagCollection(_Collection):
     """Tables whose rows are pooled over bags of ids.
 
-    `output="dict"` gives a tensor (bags × embedding_dim) per feature; `output="tensor"` one tensor
-    with the features side by side in the declared order, which needs equally many bags in each.
+    `output="dict"` returns a tensor (bags × embedding_dim) per feature; `output="tensor"` one
+    tensor with the features side by side in the declared order, which needs the same number of bags
+    in each.
 
     >>> from shardwise.embedding import Jagged
     >>> tables = [Table("user", 10, 4), Table("item", 20, 8, features=("seen", "bought"))]

@@ -30,10 +30,10 @@ from shardwise.simulation.ranks import on_rank, present
 
 @dataclass(frozen=True)
 class RowState:
-    """The state, one number per row, of a table whose columns are on some of the ranks.
+    """One number per row, the state of a table whose columns are on only some of the ranks.
 
-    Each of those ranks has all the numbers. No DTensor layout says that, so checkpoints get each
-    holder's copy; see Note [Pieces] in `checkpoint.crew`.
+    Each of those ranks has all the numbers. No DTensor layout expresses that, so checkpoints get
+    each holder's copy; see Note [Pieces] in `checkpoint.crew`.
     """
 
     shape: tuple[int, int]
@@ -46,7 +46,7 @@ class RowState:
 
 
 class _Pass(NamedTuple):
-    """What a backward pass leaves to the update; see `InBackward.take`."""
+    """The gradients of a backward pass, for the update; see `InBackward.take`."""
 
     lookups: list[Lookups]
     copies: list[dict[int, Rows]]
@@ -118,7 +118,7 @@ class InBackward:
     def take(
         self, lookups: list[Lookups], copies: list[dict[int, Rows]], *, of_replicas: bool
     ) -> None:
-        """Take a backward pass: lookups in sharded stacks, summed rows of replicated ones.
+        """Take a backward pass's lookups in sharded stacks, and summed rows of replicated ones.
 
         With `of_replicas`, other ranks get the lookups too, and make the same update.
         """
@@ -160,7 +160,7 @@ class InBackward:
         return RowUpdate(self.settings, self._states[place][stack], self.num_steps)
 
     def _update_columns(self, lookups: list[list[Lookups]]) -> list[list[int]]:
-        """Update the stacks that share squares with other ranks; which ones, per rank present."""
+        """Update the stacks that share squares with other ranks; returns them, per rank present."""
         places = range(len(self.stacks.ranks))
         if not self.settings.needs_whole_rows:
             return [[] for _ in places]
@@ -341,11 +341,11 @@ def _joined(lookups: list[tuple[Query, torch.Tensor]]) -> tuple[Query, torch.Ten
 # -- shared squares ------------------------------------------------------------------------------
 # Row-wise Adagrad on tables that are split by columns.
 #
-# Its state is the mean square of a row's whole gradient, of which each rank has some columns. So
-# before any row changes, one all-reduce sums what the columns of each rank contribute. All ranks
+# Its state is the mean square of a row's whole gradient, but each rank has only some columns. So
+# before any row changes, one all-reduce sums the contributions of each rank's columns. All ranks
 # that hold columns of a table looked up the same ids, so they have the same rows in the same order
-# and exchange one number per row that was looked up. Only where some ranks hold nothing of a table,
-# and cannot know those rows, do all send a number for each row of the table.
+# and exchange one number per row that was looked up. If some ranks hold nothing of a table, they
+# cannot know those rows, so all ranks send a number for each row of the table.
 
 
 class Scaled(Protocol):
@@ -359,7 +359,7 @@ class Scaled(Protocol):
 
 
 class GradientRows:
-    """As `Scaled`, with the gradients at hand."""
+    """Like `Scaled`, with the gradients themselves."""
 
     def __init__(self, rows: torch.Tensor, values: torch.Tensor) -> None:
         self.rows, self._values = rows, values
@@ -410,7 +410,7 @@ class SharedColumns:
         return means
 
     def _in_tables(self, place: int, found: dict[int, Scaled]) -> _RankSquares:
-        """What a rank sends: in the order of tables, which all ranks have."""
+        """The numbers that a rank sends, in the order of tables, which is the same on all ranks."""
         stacks, device = self._stacks, self._stacks.device
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         tables, rows = [nothing], [nothing]
@@ -435,7 +435,7 @@ class SharedColumns:
 
 
 class _RankSquares(NamedTuple):
-    """The squares of a rank's rows, what it sends of them, and where that is among them."""
+    """The squares of a rank's rows, the ones that it sends, and their positions."""
 
     squares: torch.Tensor
     sent: torch.Tensor

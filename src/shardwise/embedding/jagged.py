@@ -15,13 +15,13 @@ class Jagged:
     """The ids of each feature's bags: all bags of the first feature, then of the second, …
 
     `values` holds the ids of all bags one after another, `lengths` the length of each bag (or
-    `offsets`, which begin with 0 and end with the number of ids). Features have equally many bags
-    unless `batch_sizes` says how many each has. `weights` has one number per id. With `padded`, ids
-    may follow the last bag, which are not looked up: `values` is a buffer that holds batches of
-    several sizes in turn, as a CUDA graph needs.
+    `offsets`, which begin with 0 and end with the number of ids). All features have the same number
+    of bags unless `batch_sizes` gives one per feature. `weights` has one number per id. With
+    `padded`, ids after the last bag are not looked up: `values` is a buffer for batches of several
+    sizes, as a CUDA graph needs.
 
-    Tensors that do not fit together do not raise here, as other ranks may be waiting for this one:
-    the collection that gets the batch raises, on every rank.
+    Tensors that do not fit together do not raise here, since other ranks may be waiting for this
+    one: the collection that gets the batch raises, on every rank.
 
     >>> ids, lengths = torch.tensor([7, 8, 9, 1]), torch.tensor([1, 0, 1, 2])
     >>> batch = Jagged(["user", "item"], ids, lengths=lengths)
@@ -97,7 +97,7 @@ class Jagged:
 
     @property
     def offsets(self) -> torch.Tensor:
-        """Where each bag begins among the ids, and where the last one ends."""
+        """The position of each bag's first id, and the end of the last bag."""
         if self._offsets is None:
             lengths = self.lengths
             self._offsets = lengths.new_zeros(lengths.shape[0] + 1)
@@ -108,7 +108,7 @@ class Jagged:
 
     @property
     def num_bags(self) -> int:
-        """How many bags there are, of all features."""
+        """The number of bags of all features together."""
         if self._lengths is None:
             return max(0, self.offsets.shape[0] - 1)
         return self._lengths.shape[0]
@@ -211,7 +211,7 @@ class Jagged:
         features: Iterable[str] | None = None,
         weights: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
     ) -> Jagged:
-        """From torch's jagged nested tensors, or from matrices: bags of as many ids each.
+        """From torch's jagged nested tensors, or from matrices with a bag per row.
 
         One tensor holds the bags of all `features`, feature by feature, and is not copied.
         A tensor per feature is joined into one, which copies the ids once.
@@ -337,7 +337,7 @@ def _known_sizes(sizes: Sequence[int] | torch.Tensor | None) -> tuple[int, ...] 
 
 
 def _problem(weights: Any, **tensors: torch.Tensor | None) -> str | None:
-    """What is wrong with the type, dtype or shape of these tensors."""
+    """The fault in the type, dtype or shape of these tensors, if any."""
     if weights is not None and not isinstance(weights, torch.Tensor):
         return f"weights are a tensor of floating-point numbers, found {type(weights).__name__}"
     if weights is not None and not weights.is_floating_point():

@@ -16,8 +16,8 @@
 | `grid` | rows, over the `ranks` given |
 | `data_parallel` | whole on every rank |
 
-A key is a table's name or a pattern with `*` and `?`. A name goes before patterns, and the first
-pattern that matches a table holds.
+A key is a table's name or a pattern with `*` and `?`. A name takes precedence over patterns; among
+patterns, the first that matches counts.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Plan:
     ) -> list[tuple[str, Sequence[int] | None]]:
         """The kind of each table and its ranks, ascending; None means all ranks.
 
-        As `cuts`, but without a size per rank.
+        Like `cuts`, but without a size per rank.
 
         >>> Plan({"a": "row_wise", "b": {"kind": "grid", "ranks": [3, 1]}}).holders(
         ...     [Table("a", 10, 4), Table("b", 6, 4)], num_ranks=4
@@ -326,7 +326,7 @@ def traffic(
     number_bytes: int = 4,
     exchange_bytes: int | None = None,
 ) -> list[StepTraffic]:
-    """What each rank sends in a step, with ids drawn evenly from all rows.
+    """The bytes that each rank sends in a step, with ids drawn evenly from all rows.
 
     A number of a row or gradient is sent in `exchange_bytes` (default: `number_bytes`).
     """
@@ -357,7 +357,7 @@ def traffic(
 
 
 def check_exchange_dtype(exchange_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
-    """Rows of tables of `dtype` can be rounded to `exchange_dtype` to be sent."""
+    """Raise unless rows of tables of `dtype` can be sent as `exchange_dtype`."""
     if exchange_dtype is None:
         return
     if exchange_dtype in EXCHANGE_DTYPES.values() and dtype.itemsize > 2:

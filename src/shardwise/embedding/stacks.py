@@ -133,7 +133,7 @@ class Stacks:
         return DTensor._wrap(self._local(parts), layout)
 
     def nothing_of(self, number: int) -> torch.Tensor:
-        """The empty shard of a rank that owns nothing of a table."""
+        """The empty shard of a rank that holds nothing of a table."""
         one, split = self.tiling.tables[number], self.tiling.splits[number]
         shape = (one.num_embeddings, 0) if split.by_columns else (0, one.embedding_dim)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -201,8 +201,8 @@ _CHUNK_NUMBERS = 1 << 22
 def draw_tables(stacks: Stacks) -> None:
     """Draw a table of n rows uniformly between -1/√n and 1/√n.
 
-    Every rank draws all rows, some at a time, and keeps those that it owns: the values are those of
-    one device, and no rank needs memory for more than its shard.
+    Every rank draws all rows, some at a time, and keeps its own: the values are one device's, and
+    no rank needs memory for more than its shard.
     """
     grid = stacks.grid
     if grid is None:
@@ -233,16 +233,16 @@ def _state_of_first_rank(grid: Grid) -> torch.Tensor:
 
 
 # -- watched -------------------------------------------------------------------------------------
-# The parameters of many tables: was one replaced, and how often were they written to.
+# The parameters of many tables: was one replaced, and how often were they written to?
 #
-# Both are answered by counting, so that a step need not look at each of them.
+# Counters answer both, so that a step need not look at each parameter.
 
 
 class Watched(dict[str, Any]):
     """A dict of a module's parameters or submodules.
 
-    Modules, and all that replaces parameters in them, write to these dicts. While the count stays,
-    every parameter is the one that was there before.
+    Modules, and all code that replaces their parameters, write to these dicts. While the count
+    stays the same, no parameter was replaced.
 
     >>> parameters, before = Watched(weight=1), Watched.num_changes
     >>> parameters["weight"] = 2

@@ -134,7 +134,7 @@ def load_torch_checkpoint(
 
 
 def is_alone() -> bool:
-    """Whether all ranks are in this process: it simulates them, or it is the only one."""
+    """Whether all ranks are in this process: it simulates them, or is the only rank."""
     return not dist.is_initialized() or len(current_world().present) == dist.get_world_size()
 
 
@@ -237,9 +237,8 @@ def _later_axes_before(
 # -- state dicts ---------------------------------------------------------------------------------
 # torch's `get_model_state_dict` and its relatives, on our DTensors.
 #
-# They gather and lay out tensors with three functions that only know torch's own DTensor. When
-# torch imports them, each is wrapped by one here, which handles our DTensors and passes the rest
-# on.
+# They gather and lay out tensors by three functions that know only torch's own DTensor. When torch
+# imports them, functions here wrap them, handle our DTensors and pass the rest on.
 
 
 def install(module: ModuleType) -> None:

@@ -1,6 +1,6 @@
 """One training step of a model as data, tables and a page: communication, memory, parity.
 
-What was sent is added up in `debug.events`; the steps that are compared are in `testing`.
+`debug.events` adds up communication; the training steps that are compared are in `testing`.
 """
 
 from shardwise.report.case import Case

@@ -39,7 +39,7 @@ SHARD_AXIS, CONTEXT_AXIS = "fsdp", "cp"
 
 @dataclass(frozen=True)
 class ShardedCase:
-    """A module that a plan was applied to, and the axes along which each rank has its own batch."""
+    """A sharded module, and the axes along which each rank has its own batch."""
 
     module: nn.Module
     mesh: Mesh
@@ -59,8 +59,8 @@ class Case:
     """`target` names a callable as `pkg.module:factory`; it returns a module and a batch.
 
     `data` is the front door of the data axes, one of `DATA`. The others are patterns of modules:
-    those that are fully sharded one by one before the model is, those whose attention is split
-    along the axis `cp`, and those that backward computes again.
+    those that are fully sharded one by one before the whole model, those whose attention is split
+    along the axis `cp`, and those that backward recomputes.
     """
 
     target: str
@@ -97,7 +97,7 @@ class Case:
         return tuple(name for name in data_axes(mesh, self.plan) if name not in split)
 
     def shard(self, module: nn.Module, mesh: DeviceMesh) -> ShardedCase:
-        """Shard the module by the plan, and let ranks train it along the data axes.
+        """Shard the module by the plan, and call the front doors of the data axes.
 
         A plan of tables shards the collections in the module, on a mesh of one axis.
         """
@@ -174,7 +174,7 @@ def data_axes(mesh: Mesh, plan: str | None) -> tuple[str, ...]:
     """The axes along which each rank has its own batch.
 
     A plan of modules shards along the axis `tp`, or else the last; the others are data axes.
-    Without one, nothing is split along `tp`, and an axis that is alone is a data axis.
+    Without such a plan nothing is split along `tp`, and a single axis is a data axis.
 
     >>> data_axes(Mesh.parse("dp=2,tp=4"), None), data_axes(Mesh.parse("4"), None)
     (('dp',), ('tp',))
@@ -187,7 +187,7 @@ def data_axes(mesh: Mesh, plan: str | None) -> tuple[str, ...]:
 
 
 def matched(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """The modules that match any of the patterns; each has to match one."""
+    """The modules that match any of the patterns; each pattern has to match one."""
     found: dict[int, nn.Module] = {}
     for pattern in patterns:
         matches = matching_modules(module, pattern)

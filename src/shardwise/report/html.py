@@ -1,7 +1,7 @@
-"""Reports as one HTML file (nothing is loaded, no script runs), and as tables for a terminal.
+"""Reports as one HTML file without scripts or external files, and as tables for a terminal.
 
-Figures have their numbers as `data-` attributes, and the whole report is in the file as JSON, in
-the element `data`.
+Figures carry their numbers as `data-` attributes, and the file has the whole report as JSON in the
+element `data`.
 """
 
 from __future__ import annotations

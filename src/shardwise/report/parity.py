@@ -2,11 +2,11 @@
 
 Note [What is compared]
 The batch is split into as many parts as there are data-parallel ranks. One device computes the mean
-of the parts' losses; each rank of the sharded model computes its own, as in training. Compared are
-the outputs on each rank, the gradients, the parameters after a step of SGD, and the next random
-numbers. `testing.compare.SMALLEST` says what a difference is relative to. Training steps, with each
-option that applies, are those of `testing.training`: three on the sample batch, in double
-precision.
+of the parts' losses; each rank of the sharded model computes its own, as in training. The
+comparison covers the outputs on each rank, the gradients, the parameters after a step of SGD, and
+the next random numbers. `testing.compare.SMALLEST` says what differences are relative to. Training
+steps come from `testing.training`: three on the sample batch, in double precision, with each option
+that applies.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _compare(
 
 
 def _keep_own_positions(mesh: Mesh, one: Values, many: Values) -> None:
-    """Where ranks hold positions of a sequence, one device's outputs are cut to theirs."""
+    """If ranks hold positions of a sequence, cut one device's outputs to theirs."""
     for rank in range(mesh.num_ranks):
         number = mesh.part_of(rank, (CONTEXT_AXIS,))
         for name in [n for n in one if n == _label(rank) or n.startswith(f"{_label(rank)},")]:
@@ -264,7 +264,7 @@ def check_training(
     tolerance: float = TOLERANCE,
     processes: bool = False,
 ) -> list[TrainingParity]:
-    """Train with the options together; without any, plainly and with each that applies.
+    """Train with all given options together; without any, plainly and with each that applies.
 
     `optimizer` is a key of `testing.loop.OPTIMIZERS`. Where a gradient is sparse, "sgd" stands in
     for "momentum": torch adds no weight decay to such a gradient.

@@ -41,8 +41,8 @@ class Span:
 class Timeline(CommDebugMode):
     """Records when each collective began, and for which module each op ran.
 
-    Times are those of this process. One that plays all ranks computes for all of them, one after
-    another, and sends nothing; `expected_s` is the time of a collective by the cost model.
+    Times are those of this process. A process that plays all ranks computes for one after another,
+    and sends nothing; `expected_s` is the time of a collective by the cost model.
     """
 
     def __init__(self) -> None:
@@ -291,7 +291,7 @@ def parameter_report(name: str, tensor: torch.Tensor, ranks: Sequence[int]) -> P
 class RankMemory:
     """Bytes on one rank. `activations` are what forward saves for backward.
 
-    `peak` is the most that lives at once in a step, after the first one has made optimizer state.
+    `peak` is the most that is alive at once in a step, with optimizer state from the start.
     """
 
     parameters: int = 0
@@ -377,10 +377,10 @@ def _places(tensor: torch.Tensor) -> list[int]:
 
 
 class LiveMemory(TorchDispatchMode):
-    """The most bytes that live at once on each rank: what ops take and return, while it is held.
+    """The most bytes alive at once on each rank: operands and results of ops, while referenced.
 
-    What an op needs inside of it is not counted. Ops on one rank's part of a tensor make tensors of
-    that rank; what nothing of a rank ever meets is not counted either.
+    Temporary memory inside an op is not counted. Ops on one rank's part of a tensor make tensors of
+    that rank; a tensor that never meets a tensor of a rank is not counted either.
     """
 
     def __init__(
@@ -431,7 +431,7 @@ class LiveMemory(TorchDispatchMode):
     def _shares(
         self, key: int, parts: dict[int, torch.Tensor]
     ) -> tuple[weakref.ref[Any], dict[int, float]]:
-        """Parts of several ranks may be views of one storage: then each has its part of it."""
+        """Parts of several ranks may be views of one storage: each rank then holds its share."""
         storage = next(iter(parts.values())).untyped_storage()
         split = len({id(part) for part in parts.values()}) > 1
         shares = {

@@ -45,7 +45,7 @@ def shard_tensor(
     *,
     grad_reduction: str = "mean",
 ) -> ShardedTensor:
-    """The tensor of rank `src_rank` of the group, sharded, as a new leaf.
+    """Shard the tensor of rank `src_rank` of the group; returns a new leaf.
 
     With `src_rank=None` each rank takes its shards of its own values and nothing is sent. For a
     tensor on the meta device, uninitialised memory is allocated.
@@ -73,13 +73,13 @@ def shard_tensor(
 
 
 def describe_tensor(name: str, tensor: Any, spec: Any) -> str:
-    """What is sharded and how, as one line that the ranks compare."""
+    """One line that says what is sharded and how, for the ranks to compare."""
     shape = tuple(getattr(tensor, "shape", ()))
     return f"{name}: {shape} {getattr(tensor, 'dtype', type(tensor))} by {comparable(spec)}"
 
 
 def comparable(value: Any) -> str:
-    """A value as text, as far as ranks can compare it; an object by its class and attributes."""
+    """A value as text that ranks can compare; an object by its class and attributes."""
     kind = type(value)
     if value is None or isinstance(value, _PLAIN):
         return repr(value)
@@ -181,7 +181,7 @@ def init_from_local_shards(
     process_group: Any = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """The tensor of these local shards; in a simulated world, of the shards of all ranks.
+    """The tensor that consists of these local shards; in a simulated world, of all ranks' shards.
 
     >>> import shardwise
     >>> from shardwise.shard import Shard, init_from_local_shards
@@ -254,7 +254,7 @@ def _as_text(shards: Sequence[Any], shape: tuple[int, ...], rank: int, grid: Gri
 
 
 def simplest_spec(boxes: Sequence[ShardMetadata], shape: tuple[int, ...]) -> ShardingSpec:
-    """A ChunkShardingSpec where the boxes are those of one, else an EnumerableShardingSpec."""
+    """A ChunkShardingSpec if one gives these boxes, else an EnumerableShardingSpec."""
     general = EnumerableShardingSpec(boxes)
     general.boxes(shape)
     for dim in range(len(shape)):
@@ -279,10 +279,10 @@ def empty(
     process_group: Any = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """A sharded tensor without values, over the ranks of `process_group` (all where None).
+    """An uninitialised sharded tensor over the ranks of `process_group` (None: all ranks).
 
-    `layout`, `pin_memory`, `memory_format` and `init_rrefs` are those of torch's sharded tensors;
-    here they have one value each.
+    `layout`, `pin_memory`, `memory_format` and `init_rrefs` exist for torch's sharded tensors; here
+    each allows one value.
     """
     check_torch_options("empty", layout, pin_memory, memory_format, init_rrefs)
     return _create(torch.empty, sharding_spec, size, dtype, requires_grad, process_group)
@@ -350,7 +350,7 @@ def rand(
     process_group: Any = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """Uniform random numbers, those that one device would draw; options as for `empty`."""
+    """Uniform random numbers, equal to one device's; options as for `empty`."""
     check_torch_options("rand", layout, pin_memory, memory_format, init_rrefs)
     made = _create(torch.empty, sharding_spec, size, dtype, False, process_group)
     made.uniform_()
@@ -368,7 +368,7 @@ def randn(
     process_group: Any = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """Normal random numbers, those that one device would draw; options as for `empty`."""
+    """Normal random numbers, equal to one device's; options as for `empty`."""
     check_torch_options("randn", layout, pin_memory, memory_format, init_rrefs)
     made = _create(torch.empty, sharding_spec, size, dtype, False, process_group)
     made.normal_()
@@ -382,7 +382,7 @@ def check_torch_options(
     memory_format: torch.memory_format = torch.contiguous_format,
     init_rrefs: bool = False,
 ) -> None:
-    """Options that torch's sharded tensors take too, and that have one value here."""
+    """Check options of torch's sharded tensors that allow only one value here."""
     asked = {
         "layout": layout is not torch.strided,
         "memory_format": memory_format is not torch.contiguous_format,
@@ -409,7 +409,7 @@ def _create(
     requires_grad: bool,
     process_group: Any,
 ) -> ShardedTensor:
-    """A sharded tensor of what `make(shape)` makes."""
+    """A sharded tensor of the values that `make(shape)` returns."""
     if not isinstance(spec, ShardingSpec):
         raise ArgumentError(f"The first argument is a sharding spec, found {spec!r}.")
     options: dict[str, Any] = {"dtype": make((), dtype=dtype).dtype}

@@ -41,7 +41,7 @@ aten = torch.ops.aten
 def dispatch(
     kind: type[ShardedTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run an op of which some operands are of this `kind`."""
+    """Run an op with some operands of this `kind`."""
     leaves, spec = tree_flatten((args, kwargs))
     if func is aten.copy_.default:
         if not isinstance(args[0], DTensor):
@@ -174,14 +174,15 @@ def _draw(op: Any, x: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 # Note [Unbacked tilings]
-# The output that a plan lays out is as long as the outputs of all ranks together. While a compiler
+# An output that a plan lays out is as long as the outputs of all ranks together. While a compiler
 # traces, that length is an unbacked symbol. The sharded tensor then has an `UnbackedTiling`: its
 # spec and a symbolic shape. Its local tensor is this rank's shard, whatever the tiling turns out to
 # be (see Note [Natural, permuted and loose tilings]). Torch tracks an unbacked symbol only as the
-# size of an inner tensor: that is the `extent`, as long as the whole tensor. When the code runs,
-# the shape is known, and the tensor gets an ordinary tiling.
+# size of an inner tensor: the `extent`, an inner tensor as long as the whole one. When the code
+# runs, the shape is known, and the tensor gets an ordinary tiling.
 #
-# Until then a sharded tensor takes elementwise ops, sums and means, and gives its ranks' shards.
+# Until then a sharded tensor supports elementwise ops, sums and means, and returns its ranks'
+# shards.
 
 
 #: Elementwise ops that torch does not tag as pointwise.
@@ -212,7 +213,7 @@ def is_elementwise(op: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class UnbackedSpec:
-    """What is known of an unbacked tiling: the part that does not depend on sizes."""
+    """The part of an unbacked tiling that does not depend on sizes."""
 
     spec: ShardingSpec
     grid: Grid
@@ -270,7 +271,7 @@ def has_one_shard(spec: ShardingSpec) -> bool:
 
 
 def unflattened(kind: type[ShardedTensor], inner: Any, context: Any, shape: Any) -> ShardedTensor:
-    """The tensor from a graph's inner tensors; where they have values, with an ordinary tiling."""
+    """The tensor from a graph's inner tensors; if those have values, with an ordinary tiling."""
     known, roster = context.tiling, context.flat.roster
     *parts, extent = inner.values()
     local = from_parts(parts, roster)
@@ -283,7 +284,7 @@ def unflattened(kind: type[ShardedTensor], inner: Any, context: Any, shape: Any)
 def make_unbacked(
     kind: type[ShardedTensor], local: torch.Tensor, tiling: UnbackedTiling, like: Any
 ) -> ShardedTensor:
-    """An unbacked tensor out of the ranks' shards; `like` has its grad_reduction."""
+    """An unbacked tensor from the ranks' shards, with the grad_reduction of `like`."""
     return unrecorded(kind.over, local, tiling, None, like)
 
 
@@ -305,7 +306,7 @@ def as_tangent(x: Any, kind: type[ShardedTensor], context: Any) -> ShardedTensor
 def dispatch_unbacked(
     kind: type[ShardedTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run an op of which some operands are unbacked, while tracing."""
+    """Run an op with unbacked operands, while tracing."""
     leaves, tree = tree_flatten((args, kwargs))
     first = next(x for x in leaves if is_unbacked(x))
     tags = getattr(func, "tags", ())

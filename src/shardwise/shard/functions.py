@@ -1,4 +1,4 @@
-"""Functions of torch with code of their own for sharded tensors; `F.linear` of local inputs.
+"""Functions of torch with special code for sharded tensors; `F.linear` of local inputs.
 
 `F.embedding` and `F.embedding_bag` look up each rank's local ids in a sharded table; their results
 equal those of one device that holds the whole table.
@@ -77,8 +77,9 @@ def _product(
 ) -> torch.Tensor:
     """Each rank's rows times the weight; rank i of the group has `num_rows[i]`.
 
-    As a DTensor, the weight has its shards in the order of ranks. Where that is not their order in
-    the tensor, the inputs' columns are put in it, or the results' columns are put back.
+    As a DTensor, the weight has its shards in the order of ranks. If that is not their order in the
+    tensor, either the inputs' columns are permuted to it, or the results' columns are permuted
+    back.
     """
     tiling, mesh = weight._tiling, weight._tiling.grid.mesh
     intervals = [split.intervals[rank] for rank in tiling.grid.ranks]
@@ -285,7 +286,7 @@ def custom_sharded_op_impl(func: Any) -> Callable[[Handler], Handler]:
 
 
 def custom_sharding_spec_op(sharding_spec_class: type, func: Any) -> Callable[[Handler], Handler]:
-    """`custom_sharded_op_impl` for tensors whose spec is of one class; it comes before the other.
+    """`custom_sharded_op_impl` for tensors with a spec of one class; it takes precedence.
 
     >>> from shardwise.shard import EnumerableShardingSpec, custom_sharding_spec_op
     >>> @custom_sharding_spec_op(EnumerableShardingSpec, torch.linalg.svdvals)

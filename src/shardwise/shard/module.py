@@ -1,4 +1,4 @@
-"""shard_module: parameters, modules, outputs sharded as a plan says; ShardedOptimizer."""
+"""shard_module: parameters, modules and outputs sharded by a plan; ShardedOptimizer."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ def shard_module(
     Parameters get the values of rank `src_rank` of the group; with None, each rank takes its shards
     of its own values. Lookups and linear layers then take each rank's own plain batch, and their
     weight's gradient is that of the mean of the ranks' losses, or of the sum
-    (`grad_reduction="sum"`). A module that a sharder returns without a `forward` of its own keeps
-    that of the module it replaces.
+    (`grad_reduction="sum"`). A module that a sharder returns without defining `forward` keeps that
+    of the module it replaces.
 
-    The ranks compare their arguments before anything is sent: where they differ, or one of them
-    finds a mistake, all of them raise and no parameter is changed.
+    The ranks compare their arguments before anything is sent: if they differ, or one rank finds a
+    mistake, all of them raise and no parameter is changed.
 
     >>> import shardwise
     >>> from shardwise.shard import ChunkShardingSpec, ShardingPlan, shard_module
@@ -236,9 +236,10 @@ def _apply(
 
 
 def _agreed_by_all(grid: Grid, path: str, make: Callable[[], nn.Module]) -> nn.Module:
-    """The result of `make`; where it fails on some rank, all ranks raise.
+    """The result of `make`; if it fails on some rank, all ranks raise.
 
-    A rank that fails meets the others here, or where a `shard_module` inside theirs compares plans.
+    A rank that fails meets the others here, or in a nested `shard_module` of theirs that compares
+    plans.
     """
     made, problem = None, None
     try:
@@ -342,7 +343,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _like(value: Any, parameter: torch.Tensor) -> Any:
-    """A state tensor, laid out like its parameter if it has the same shape; else a copy."""
+    """A state tensor, laid out like its parameter if the shapes are equal; else a copy."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape != parameter.shape:
@@ -398,7 +399,7 @@ def named_params_with_sharded_tensor(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and parameters of a module, and sharded tensors that are plain attributes of it.
 
-    For `ShardedOptimizer`. Sharded parameters are parameters, and come once.
+    For `ShardedOptimizer`. Sharded parameters are among the parameters, and listed once.
 
     >>> layer = torch.nn.Linear(2, 2)
     >>> [name for name, _ in named_params_with_sharded_tensor(layer, "top")]

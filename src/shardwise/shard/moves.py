@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 def exchanged(x: torch.Tensor, counts: Sequence[Sequence[int]], grid: Grid) -> torch.Tensor:
     """Send `counts[i][j]` entries of dim 0 from rank i of the group to rank j.
 
-    What arrives is concatenated in the order of ranks. All ranks know all counts; nothing is sent
-    where all are 0.
+    Received entries are concatenated in the order of ranks. All ranks know all counts; if all are
+    0, nothing is sent.
     """
     if not any(map(any, counts)):
         return x
@@ -53,7 +53,7 @@ def exchanged(x: torch.Tensor, counts: Sequence[Sequence[int]], grid: Grid) -> t
 
 
 def _here(grid: Grid, values: Sequence[int]) -> Any:
-    """This rank's value; in a simulated world, one for each rank."""
+    """This rank's value; in a simulated world, one value per rank."""
     if grid.coordinate is not None:
         return values[grid.coordinate[0]]
     return rank_int(grid.world, grid.ranks, values)
@@ -202,7 +202,7 @@ class WithSpec(UntracedFunction):
 def converted(
     x: ShardedTensor, args: Any, kwargs: Any, copy: bool, process_group: Any
 ) -> ShardedTensor:
-    """`x.to(*args, **kwargs)`, differentiable; `x` itself where nothing changes."""
+    """`x.to(*args, **kwargs)`, differentiable; `x` itself if nothing changes."""
     device, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Outputs of modules, laid out as a plan's `output_plan` and `return_local_tensor` say.
+"""Lays out outputs of modules by a plan's `output_plan` and `return_local_tensor`.
 
 A plain output is this rank's shard of a joint batch: together the outputs are one tensor, split
 along dim 0. As in lookups, a plain tensor belongs to a rank's own loss, and a sharded one to the
@@ -6,9 +6,9 @@ mean of the losses.
 
 Note [Outputs in compiled code]
 A rank's shard of the joint tensor depends on the sizes of the other ranks' outputs. So laying out
-is one op, as in Note [Effect ops], whose result has a data-dependent size. In a simulated world all
-ranks' sizes are known, and so are those of the result. A gradient has the shape of this rank's
-output, which is known in both.
+is one op with a data-dependent size, as in Note [Effect ops]. In a simulated world all ranks' sizes
+are known, and so are those of the result. A gradient has the shape of this rank's output, which is
+known in both worlds.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def _num_rows(shapes: Sequence[Sequence[Size]]) -> Size:
 
 
 def _shard_shapes(known: Output, own: Sequence[Sequence[Size]]) -> Sequence[Sequence[Size]]:
-    """Of the ranks present. What does not fit raises when the op runs."""
+    """The shapes of the ranks present. A shape that does not fit raises when the op runs."""
     shape, spec = (_num_rows(own), *own[0][1:]), known.spec
     ranks, ndim = [known.ranks.ranks[place] for place in ranks_present(known.ranks)], len(shape)
     if isinstance(spec, EnumerableShardingSpec):

@@ -40,7 +40,7 @@ class RankNumber(int):
 class DeviceName(str):
     """A device: an attribute like a `torch.device`, and torch's method `device()`.
 
-    A text, because torch takes devices as texts and its own class has no subclasses.
+    It is a str, because torch accepts devices as strings and its own class cannot be subclassed.
     """
 
     __slots__ = ()
@@ -68,9 +68,9 @@ class DeviceName(str):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RankDevice:
-    """The rank and device of a shard. The rank is one of the world, also inside a smaller group.
+    """The rank and device of a shard. The rank is a global rank, even in a smaller group.
 
-    Both are attributes, and methods as in torch. A device of this process has no rank.
+    Both are attributes, and also methods as in torch. A device of this process has no rank.
 
     >>> place = parse_device("rank:1/cuda:3")
     >>> place.rank, place.device, place
@@ -160,7 +160,7 @@ class ShardMetadata:
 
     @property
     def place(self) -> RankDevice:
-        """The placement; raises where it names no rank."""
+        """The placement; raises if it names no rank."""
         if self.placement is None or self.placement.rank() is None:
             raise LayoutError(f"{self} names no rank: give it a placement such as 'rank:0/cpu'.")
         found: RankDevice = self.placement

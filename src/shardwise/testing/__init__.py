@@ -1,6 +1,6 @@
 """Checks for users and for this library: rules, random programs, training steps, faults.
 
-The sweep over torch's operators and drawn training runs check this library alone: they are in
+The sweep over torch's operators and random training runs check only this library, so they are in
 `tests`.
 """
 

@@ -60,7 +60,7 @@ class Cases:
         self.found: dict[str, list[Any]] = {}
 
     def each(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """The kinds of cases that one device runs, with their functions, `forward` first."""
+        """The kinds of cases that run on one device, with their functions, `forward` first."""
         alone, way, doors = self._alone, self._way, self._num_doors
         yield "forward", self.forward
         if alone.grads is not None:
@@ -97,12 +97,12 @@ class Cases:
         )
 
     def in_double(self, kind: str) -> list[Any]:
-        """What `forward` or `backward` finds in double precision."""
+        """The result of `forward` or `backward` in double precision."""
         result, leaves = self._run(doubled(self._alone.sample))
         return gathered(result) if kind == "forward" else self._grads(result, leaves)
 
     def doors(self, key: str) -> None:
-        """Read the results through conversions that `key` draws, with their gradients."""
+        """Read the results, with their gradients, through random conversions seeded by `key`."""
         alone, flat = self._alone, random_of(key).random() < 0.3
         if flat and alone.grads is not None:  # some ops of torch refuse an expanded gradient
             flat = alone.other(flat=True).grads is not None
@@ -156,7 +156,7 @@ class Cases:
         return gathered([value.detach() for _, _, value in through]), gathered(list(found))
 
     def writes(self, key: str) -> None:
-        """Write to the operand or the result that `key` draws, and read everything."""
+        """Write to a random operand or result, seeded by `key`, and read everything."""
         alone = self._alone
         plain = tensors_of(alone.whole)
         write = drawn_write(alone.sample, len(plain), alone.read_as_it_is(), key)
@@ -261,9 +261,9 @@ def _noted(notes: Sequence[Any]) -> Iterator[None]:
 # gradient that comes back through them.
 #
 # After a write to an operand or a result, all operands and results are read, with the gradients of
-# the operands: what shares memory on one device shares values everywhere. A write that one device
+# the operands: tensors that share memory on one device must share values. A write that one device
 # refuses must be refused. Whether backward needs an overwritten value may differ, since a rank may
-# have kept a copy of it: either side may refuse, and what is not refused must be right.
+# have kept a copy: either side may refuse, and results that are not refused must be right.
 
 
 #: How a tensor is read at the end: as it is placed, whole, or each rank's shard. With `terms`, the
@@ -287,7 +287,7 @@ class Reading:
     def read(
         self, x: DTensor, grad: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """What is read of `x`, its gradient, and a DTensor of the same values."""
+        """The values read from `x`, its gradient, and a DTensor of the same values."""
         if self.target is not None:
             x = x.redistribute(placements=self.target, order=self.order)
             _check_order(x._layout, self.order)
@@ -369,7 +369,7 @@ class Write:
 
 @dataclass
 class Written:
-    """What is read after a write."""
+    """The values read after a write."""
 
     values: list[torch.Tensor]
     requires_grad: list[bool]

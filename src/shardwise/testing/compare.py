@@ -1,7 +1,7 @@
-"""Comparison with one device: the reference call, what ranks hold, values of programs.
+"""Comparison with one device: the reference call, the values on ranks, values of programs.
 
-`compare`, for operators, accepts what `torch.allclose` accepts, and else lets float64 decide.
-`differences`, for training runs, returns the numbers, tensor by tensor.
+`compare`, for operators, accepts what `torch.allclose` accepts; otherwise float64 decides.
+`differences`, for training runs, returns the difference of each tensor.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shardwise.simulation.ranks import on_rank, parts_of
 
 
 class Different(Exception):
-    """A number, a shape or a type that one device does not give."""
+    """A number, shape or type that differs from one device's."""
 
 
 def gathered(result: Any) -> list[Any]:
-    """The leaves of a result as one device would hold them; raises where ranks disagree."""
+    """The leaves of a result as one device would hold them; raises if ranks disagree."""
     return [_gathered(leaf) for leaf in tree_leaves(result, is_leaf=lambda x: x is None)]
 
 
@@ -84,7 +84,7 @@ def compare(
     in_double: Callable[[], tuple[list[Any], list[Any]]] | None,
     what: str = "result",
 ) -> None:
-    """Raise `Different`, with `what` was compared, where the two differ by more than rounding."""
+    """Raise `Different`, naming `what` was compared, if the two differ by more than rounding."""
     if len(found) != len(expected):
         raise Different(f"{len(found)} {what}s instead of {len(expected)}")
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
@@ -132,7 +132,7 @@ SMALLEST = 1e-3
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor: the largest difference and its scale; `remark` where it cannot be compared."""
+    """One tensor: the largest difference and its scale; `remark` if it cannot be compared."""
 
     what: str
     name: str
@@ -369,7 +369,7 @@ def tolerance(values: Iterable[Any], casts: Iterable[torch.dtype] = ()) -> float
 
 
 def difference(found: Any, expected: Any, allowed: float) -> str:
-    """How `found` differs from `expected`; empty where it does not."""
+    """How `found` differs from `expected`; empty if it does not."""
     if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
         return _scalar_difference(found, expected, allowed)
     if why := mismatch(found, expected):

@@ -156,7 +156,7 @@ def updates_together(module: nn.Module) -> Iterator[None]:
 class StepRun:
     """The training loop that one device and many ranks both run.
 
-    `late` names the parameters that the options "late" and "freeze" are about, `loss` computes the
+    `late` names the parameters that the options "late" and "freeze" freeze; `loss` computes the
     loss of the module for a batch.
     """
 
@@ -377,7 +377,7 @@ def per_rank(parts: list[Any], index_of: Callable[[int], int]) -> Any:
 
 
 def _on_ranks(leaves: Sequence[Any], index_of: Callable[[int], int]) -> Any:
-    """One leaf of a batch, of which each rank has the part with its number."""
+    """One leaf of a batch, as each rank's own part."""
     first = leaves[0]
     if isinstance(first, torch.Tensor):
         return on_every_rank(lambda rank: leaves[index_of(rank)])

@@ -1,8 +1,8 @@
 """Samples, and checks of a rule against the op on one device, in a simulated world.
 
-`check_rule` lays the sample's tensors out as each combination of choices says, runs the local call
-on each rank, assembles the result by the outputs' placements, and compares. `missing_choices` finds
-choices that a rule could offer and does not. `check_doors` calls the op on DTensors, on one to
+`check_rule` lays the sample's tensors out for each combination of choices, runs the local call on
+each rank, assembles the result by the outputs' placements, and compares. `missing_choices` finds
+choices that a rule could offer but does not. `check_doors` calls the op on DTensors, on one to
 three mesh axes in any order, reads the results through conversions with their gradients, writes to
 them, and compares everything, the generator's state included.
 """
@@ -111,9 +111,9 @@ def check_rule(
 def missing_choices(
     sample: Sample, rule: Rule | None = None, ranks: int = 2, *, sums: bool = True
 ) -> list[str]:
-    """Placements along one axis that are right for the op itself and that the rule does not offer.
+    """Placements along one axis that are right for the op itself but that the rule does not offer.
 
-    Only choices that shard something, or let a Partial sum through, are of use. The layout of an
+    Only choices that shard something, or pass a Partial sum on, are useful. The layout of an
     operand whose values are not read does not matter. Without `sums` no input is tried as a sum.
     """
     rule = rule or rule_for(sample)
@@ -342,7 +342,7 @@ class SampleAlone:
         return [place for place, meta in enumerate(self._shape) if isinstance(meta, TensorMeta)]
 
     def ignored(self) -> set[int]:
-        """The numbers of the operands whose values make no difference."""
+        """The numbers of the operands whose values do not affect the result."""
         found = set()
         for number, tensor in enumerate(self.tensors):
             if tensor.is_floating_point() and tensor.numel():
@@ -429,7 +429,7 @@ class SimulatedSample:
         return found
 
     def why_wrong(self, plan: CallPlan) -> str:
-        """How the plan's result differs from one device's; empty where it does not."""
+        """How the plan's result differs from one device's; empty if it does not."""
         alone = self._alone
         op = alone.sample.op
         positional = op if isinstance(op, Positional) else None
@@ -504,7 +504,7 @@ def _preferred(preferred: Sequence[Placement], call: Call, grid: Grid) -> Iterat
 
 
 def difference(part: Any, whole: torch.Tensor, layout: Layout) -> str:
-    """How the shards in `layout` differ from `whole`; empty where they do not."""
+    """How the shards in `layout` differ from `whole`; empty if they do not."""
     for rank, coordinate in layout.grid.coordinates.items():
         here = part.on_rank(rank)
         if tuple(here.shape) != layout.local_shape(coordinate):

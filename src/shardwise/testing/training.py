@@ -1,13 +1,13 @@
 """A training run on one device and on the ranks of the current world, and its verdict.
 
 Note [What one device does]
-It trains on the whole batch; or, with `by_parts`, on the mean of the losses of the ranks' batches,
-each with its own buffers, and a rank's buffers are compared with those of its batch. That is for
-batch norm, whose statistics are those of a rank's own batch, as with torch's DDP, and for a loss
+It trains on the whole batch. With `by_parts` it trains on the mean of the losses of the ranks'
+batches, each with its own buffers, and a rank's buffers are compared with those of its batch. That
+serves batch norm, whose statistics are those of a rank's own batch, as with torch's DDP, and losses
 that may not be a mean over examples.
 
-The change of each parameter since the start is compared, so a step that is too short shows even
-where the parameter is large.
+The change of each parameter since the start is compared, so a step that is too short shows even if
+the parameter is large.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Training:
 
 @dataclass
 class TrainingOutcome:
-    """What a rank holds in the end; or the text of a refusal or a failure."""
+    """The final state of a rank, or the text of a refusal or a failure."""
 
     parameters: Values = field(default_factory=dict)
     buffers: Values = field(default_factory=dict)
@@ -164,7 +164,7 @@ class LossOfParts:
 
 
 def play_alone(training: Training) -> list[TrainingOutcome]:
-    """Train on one device: what each rank should hold in the end."""
+    """Train on one device; returns the final state that each rank should have."""
     module, steps, late = training.begin()
     first = _copies(_parameters(module))
     parts = LossOfParts(plain_loss, module, training.num_parts) if training.by_parts else None
@@ -187,7 +187,7 @@ def play_alone(training: Training) -> list[TrainingOutcome]:
 
 
 def play(training: Training, folder: Path) -> list[TrainingOutcome]:
-    """Train on ranks: what those of a simulated world, or of this process, hold in the end."""
+    """Train on ranks; returns the final state of the ranks in this process."""
     run: StepRun | None = None
     try:
         module, steps, late = training.begin()
@@ -246,7 +246,7 @@ def _cloned(tensor: torch.Tensor) -> Callable[[int], torch.Tensor]:
 
 
 def _outcomes(run: StepRun, first: Values, ranks: Sequence[int]) -> list[TrainingOutcome]:
-    """What each rank holds in the end."""
+    """The final state of each rank."""
     parameters = [_changes(values, first) for values in _held(_parameters(run.module), ranks)]
     buffers = _held(dict(run.module.named_buffers()), ranks)
     made = [TrainingOutcome(*each) for each in zip(parameters, buffers, strict=True)]
@@ -257,7 +257,7 @@ def _outcomes(run: StepRun, first: Values, ranks: Sequence[int]) -> list[Trainin
 
 
 def _parameters(module: nn.Module) -> Values:
-    """All of them, under each name: a lost tie shows."""
+    """All parameters, under each of their names, so that a lost tie shows."""
     return dict(module.named_parameters(remove_duplicate=False))
 
 
@@ -418,7 +418,7 @@ def judge_in_processes(
 def _judge_some(
     make: Make[Subject], subjects: Sequence[Subject], num_ranks: int
 ) -> list[Judgement]:
-    """Judge all, or the first ones up to one that ended the processes."""
+    """Judge all, or those up to the first that ended the processes."""
     received: dict[int, dict[int, TrainingOutcome]] = {}
 
     def on_note(rank: int, note: tuple[int, TrainingOutcome]) -> None:

@@ -90,7 +90,8 @@ def ask(
 class _Deadline:
     """Calls `stop` when `limit_s` have passed since it was last renewed.
 
-    Counted in short waits: while this process is stopped, so are its workers, and no time passes.
+    Time is counted in short waits: if this process is suspended, so are its workers, and no time
+    counts.
     """
 
     TICKS = 20

@@ -1,8 +1,9 @@
-"""torchrec's names on this package, so that its programs move by their imports.
+"""torchrec's names for this package, so that torchrec programs run after a change of imports.
 
 A thin layer: batches, configs, collections, plans and `DistributedModelParallel` take torchrec's
-arguments, and raise `UnsupportedError` with what to write where there is no counterpart. New
-programs use `shardwise.embedding`, which has less to write. torchrec itself is not needed.
+arguments. If there is no counterpart, they raise `UnsupportedError`, which says what to write
+instead. New programs use `shardwise.embedding`, which needs less code. torchrec itself is not
+needed.
 """
 
 from shardwise.interop.torchrec.collections import (

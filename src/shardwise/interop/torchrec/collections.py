@@ -83,7 +83,7 @@ class EmbeddingBagConfig(BaseEmbeddingConfig):
 
 
 class _Named(ours._Collection):
-    """What both collections share: configs, updates that come later, and sharded state dicts."""
+    """Base of both collections: configs, fused optimizers chosen later, sharded state dicts."""
 
     def __init__(self, tables: Sequence[Any], device: torch.device | str | None) -> None:
         dtypes = {config.data_type for config in tables}
@@ -110,7 +110,7 @@ class _Named(ours._Collection):
         return self._engine.stacks.device
 
     def fuse(self, optimizer: FusedOptimizer) -> None:
-        """Update the tables in backward, from `shard` on; torchrec chooses the optimizer then."""
+        """Update the tables in backward once sharded, when torchrec chooses the optimizer."""
         if self._engine.grid is not None:
             raise ShardwiseError("The collection is sharded already: choose its optimizer before.")
         self._settings = optimizer
@@ -301,8 +301,7 @@ class JaggedTensor:
 class KeyedJaggedTensor(JaggedTensor):
     """The bags of many features: all of the first key, then all of the second, …
 
-    A collection takes it as it is; so does `shardwise.embedding`. It keeps what it is given, and
-    copies nothing.
+    Collections accept it, also those of `shardwise.embedding`. It copies nothing.
 
     >>> batch = KeyedJaggedTensor.from_lengths_sync(
     ...     ["user", "item"], torch.tensor([7, 8, 9, 1]), lengths=torch.tensor([1, 0, 1, 2])
@@ -439,7 +438,7 @@ class KeyedJaggedTensor(JaggedTensor):
         ]
 
     def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:
-        """The keys in another order; one may be there several times."""
+        """The keys in another order; a key may occur several times."""
         if not len(indices):
             weights = None if self._weights is None else self._weights[:0]
             nothing = self._values[:0], weights, self.lengths()[:0]

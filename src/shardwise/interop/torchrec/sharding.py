@@ -116,7 +116,7 @@ def table_row_wise(host_index: int) -> Generator:
 
 
 def grid_shard(host_indexes: Sequence[int]) -> Generator:
-    """Not there: raises, and says what is."""
+    """Not supported: raises, and says what to write instead."""
     raise UnsupportedError(
         f"grid_shard({list(host_indexes)}) has no counterpart: a table is split by rows or by "
         "columns. Write table_row_wise(host_index) or column_wise(ranks)."
@@ -205,7 +205,7 @@ def apply_optimizer_in_backward(
     params: Iterable[nn.Parameter],
     optimizer_kwargs: Mapping[str, Any],
 ) -> None:
-    """Have `DistributedModelParallel` update these tables in backward.
+    """Make `DistributedModelParallel` update these tables in backward.
 
     `optimizer_class` is SGD, Adagrad or Adam of torch, or `RowWiseAdagrad`.
     """
@@ -241,13 +241,13 @@ class _Sharder:
 
 
 class EmbeddingBagCollectionSharder(_Sharder):
-    """With which optimizer the tables of `EmbeddingBagCollection`s are updated."""
+    """The optimizer for the tables of `EmbeddingBagCollection`s."""
 
     module_type = EmbeddingBagCollection
 
 
 class EmbeddingCollectionSharder(_Sharder):
-    """With which optimizer the tables of `EmbeddingCollection`s are updated."""
+    """The optimizer for the tables of `EmbeddingCollection`s."""
 
     module_type = EmbeddingCollection
 
@@ -285,7 +285,7 @@ class Topology:
 
 @dataclass
 class ParameterConstraints:
-    """What the planner may do with a table: here, one sharding type and one kernel."""
+    """Constraints on the plan of a table: here, one sharding type and one kernel."""
 
     sharding_types: list[str] | None = None
     compute_kernels: list[str] | None = None
@@ -460,7 +460,7 @@ class DistributedModelParallel(nn.Module):
                 parameter._in_backward_optimizers = [collection.optimizer]
 
     def init_data_parallel(self) -> None:
-        """Reduce the gradients of what is not sharded."""
+        """Reduce the gradients of parameters that are not sharded."""
         training.data_parallel(self.module, self._mesh)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -468,7 +468,7 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def fused_optimizer(self) -> FusedOptimizers:
-        """What the tables are updated with."""
+        """The optimizers that update the tables."""
         return FusedOptimizers(self._fused)
 
     # -- by the names of the model inside ----------------------------------------------------
@@ -560,7 +560,7 @@ class FusedOptimizers:
 
 
 class KeyedOptimizerWrapper:
-    """An optimizer of torch whose state goes by the names of its parameters."""
+    """An optimizer of torch whose state is keyed by the names of its parameters."""
 
     def __init__(
         self, params: Mapping[str, nn.Parameter], optim_factory: Callable[[Any], Any]

@@ -2,8 +2,8 @@
 
 A second run of the same program, with rounding errors added to every result, shows which steps
 depend on the last bit: ties, comparisons of equal values, cancellation, the sign of a zero (which a
-sum of terms loses), the truth of a float next to zero. Those are not kept, so that no tolerance has
-to allow for them.
+sum of terms loses), the truth of a float next to zero. Such steps are not kept, so that no
+tolerance has to allow for them.
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ class Growth:
     # -- what is worth keeping ---------------------------------------------------------------
 
     def _worth_refusing(self, error: Exception) -> bool:
-        """Whether the program may end with this error: some do, to see that ours raises too."""
+        """Whether the program may end with this error: some do, to check that shardwise raises
+        too."""
         text = str(error)
         # Mistakes of the program's text, and kernels that torch lacks for a dtype.
         mine = isinstance(error, (NoFit, NameError, AttributeError, SyntaxError))

@@ -26,15 +26,15 @@ WIDE = FLOATS[:2]
 
 
 class NoFit(Exception):
-    """Nothing at hand fits what a row of a table needs."""
+    """No value at hand fits the needs of a table's row."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What a row proposes: an expression, or a statement that makes no slot.
+    """A row's proposal: an expression, or a statement that makes no slot.
 
     `before` opens a block around it. `local` says that the result is a plain tensor, whole on every
-    rank; `frozen` names slots that must not be written to from now on, and nor must the result.
+    rank; `frozen` names slots that must not be written to from now on, and neither must the result.
     """
 
     code: str

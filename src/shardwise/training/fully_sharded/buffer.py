@@ -275,8 +275,7 @@ class FlatBuffer:
     def _hold(
         self, shard: torch.Tensor, dtype: torch.dtype | None, device: torch.device | None
     ) -> None:
-        """On an axis of one rank nothing is sent: the shard itself, or a converted copy, is
-        whole."""
+        """On an axis of one rank, hold the shard itself, or a converted copy: nothing is sent."""
         if not (device or dtype):
             self.whole = shard
         elif self.whole is None or self.whole is shard:
