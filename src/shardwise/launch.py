@@ -171,9 +171,9 @@ def launch(
 ) -> list[Any]:
     """Run `fn(*args)` in `num_ranks` processes with a process group; what each rank returns.
 
-    `fn` must be importable, as the processes do not share the launcher's memory. With `on_note`,
-    `fn` gets a callable as an extra first argument; `on_note(rank, value)` is called here with each
-    value it is called with.
+    `fn` must be importable, as the processes do not share the launcher's memory; in a script, call
+    this under `if __name__ == "__main__":`. With `on_note`, `fn` gets a callable as an extra first
+    argument; `on_note(rank, value)` is called here with each value it is called with.
 
     The rendezvous is at `host`, by default reachable only from this machine; port 0 means any free
     port. Every rank has to join within `start_timeout_s`. A collective waits `collective_timeout_s`

@@ -147,7 +147,10 @@ def read_workload(
     """The tables of a file, or of the collections of a model."""
     if source.endswith((".toml", ".json")):
         if not Path(source).is_file():
-            raise ArgumentError(f"There is no file of tables {source!r}.")
+            raise ArgumentError(
+                f"There is no file of tables {source!r}. Write one, as docs/howto/planning.md "
+                "shows, or name a model as pkg.module:factory."
+            )
         work = read_tables(source, batch=batch)
     else:
         work = _workload_of_model(source, batch)

@@ -61,8 +61,8 @@ def group_name(grid: Grid, axis: int) -> str:
         # Checked also where the name is known: the next world reuses the names.
         raise WorldError(
             f"{grid!r} belongs to {grid.world}, which is not the current world: its group "
-            "is gone or set aside. Tensors do not outlive their world: gather them before, or load "
-            "them from a checkpoint after."
+            "is gone or set aside. Tensors do not outlive their world: use them inside `with "
+            "simulate(...):`, gather them before it ends, or load them from a checkpoint after."
         )
     name = grid.group_names[axis]
     if name is None:

@@ -330,8 +330,8 @@ def with_dim_from_zero(placement: Placement, shape: Sequence[Size], where: str) 
     ndim, dim = len(shape), placement.dim
     if not -ndim <= dim < ndim:
         raise LayoutError(
-            f"Shard({dim}){where} is out of range for a tensor of shape {tuple(shape)}: it has "
-            + (f"{ndim} dims, {-ndim} to {ndim - 1}." if ndim else "no dims; use Replicate().")
+            f"Shard({dim}){where} is out of range for a tensor of shape {tuple(shape)}, "
+            + (f"with dims {-ndim} to {ndim - 1}." if ndim else "without dims; use Replicate().")
         )
     return placement if dim >= 0 else Shard(dim + ndim, placement.sizes)
 

@@ -119,6 +119,7 @@ def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> No
         "shardwise.implicit_replication():`. (Numbers and 0-dim tensors need no wrapping. Fully "
         "sharded parameters are plain only while their module is called: call it, or see "
         "register_fsdp_forward_method.)"
+        + (_PARAMETER if isinstance(value, nn.Parameter) else "")
         + (_LOSS if op in class_losses else "")
         + (_COMPILED if type(value).__name__ == "FunctionalTensor" else "")
     )
@@ -166,6 +167,8 @@ def _tensors(given: Any) -> Iterator[torch.Tensor]:
     elif isinstance(given, torch.distributions.Distribution):
         yield from _tensors(list(vars(given).values()))
 
+
+_PARAMETER = " Make the parameters of a module DTensors by distribute_module(module, mesh)."
 
 #: In compiled code, plain tensors of the program and of the compiler cannot be told apart.
 _COMPILED = (

@@ -175,7 +175,7 @@ def _request(targets: Iterable[Target], added: Iterable[Target], src_data_rank: 
 def _warn(message: str, strict: bool) -> None:
     if strict:
         raise LayoutError(message)
-    warnings.warn(message, UserWarning, stacklevel=4)
+    warnings.warn(message, UserWarning, stacklevel=5)  # the caller of parallelize_module
 
 
 def _replaced_module(root: nn.Module, path: str, before: nn.Module, after: nn.Module) -> nn.Module:

@@ -342,13 +342,20 @@ def parity_table(parity: Parity) -> Table:
     return table
 
 
+#: What `testing.training` compares, where its word says too little in a table.
+_COMPARED = {"left": "of the other copy", "loaded": "loaded by one device"}
+
+
 def training_table(runs: Sequence[TrainingParity]) -> Table:
     """A row for each training run: its options, what was compared, and the verdict."""
-    table = _table("", "training steps", "compared", "verdict", numbers=("furthest off",))
+    table = _table("", "training steps", "compared", "verdict", numbers=("largest difference",))
     for run in runs:
         kinds = dict.fromkeys(each.what for each in run.compared)
         names = {(each.what, each.name) for each in run.compared}
-        counts = [f"{sum(what == kind for what, _ in names)} {kind}" for kind in kinds]
+        counts = [
+            f"{sum(what == kind for what, _ in names)} {_COMPARED.get(kind, kind)}"
+            for kind in kinds
+        ]
         worst = run.worst
         figure = f"{worst.largest / worst.scale:.1e} {worst.name}" if worst is not None else ""
         verdict = {"ok": "agrees", "refused": "refused", "wrong": "differs"}[run.kind]

@@ -165,8 +165,7 @@ class Growth:
     # -- what is worth keeping ---------------------------------------------------------------
 
     def _worth_refusing(self, error: Exception) -> bool:
-        """Whether the program may end with this error: some do, to check that shardwise raises
-        too."""
+        """Whether the program may end with this error: some do, since shardwise must raise too."""
         text = str(error)
         # Mistakes of the program's text, and kernels that torch lacks for a dtype.
         mine = isinstance(error, (NoFit, NameError, AttributeError, SyntaxError))
