@@ -104,7 +104,7 @@ def fill_exactly(whole: Whole, shards: Sequence[DrawnShard], draw: Draw) -> None
 
 
 def fill_quickly(shards: Sequence[DrawnShard], draw: Draw) -> None:
-    """Draw each shard from a seed of its own; the values are not one device's."""
+    """Draw each shard from its own seed; the values are not one device's."""
     device = shards[0].part.device
     generator = generator_for(device, draw.generator)
     for shard in shards:

@@ -62,7 +62,7 @@ strided_shard: Callable[[], Any] = _names.later(
     "torch.distributed.tensor.placement_types._StridedShard",
     "tensors cannot be exchanged with torch's DTensor",
 )
-#: torch's own sharded tensors and their specs, in which torchrec keeps tables.
+#: torch's own sharded tensors and their specs, which torchrec uses for tables.
 sharded_tensors: Callable[[], Any] = _names.later(
     "torch.distributed._shard.sharded_tensor", "tables cannot be given to torchrec"
 )
@@ -79,7 +79,7 @@ _torch_defaults = {
 _set_timeout: Any = _names.find(
     "torch.distributed.distributed_c10d._set_pg_timeout", _LONG_WAITS, instead=None
 )
-#: The store in which the ranks met.
+#: The store of the rendezvous.
 default_store: Callable[[], Any] = _names.find(
     "torch.distributed.distributed_c10d._get_default_store",
     "an error of a collective does not say what the other ranks did",

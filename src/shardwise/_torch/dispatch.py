@@ -120,9 +120,9 @@ else:
         "views of DTensors cannot enter compiled code",
     )
 
-#: A context in which no mode sees what runs.
+#: A context that hides ops from all modes.
 outside_modes: Any = _names.find("torch.utils._python_dispatch._disable_current_modes", _NO_MODES)
-#: The modes that see what runs now.
+#: The active modes.
 active_modes: Callable[[], list[Any]] = _names.find(
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
     "activation checkpointing is not recognised in compiled code",
@@ -144,7 +144,7 @@ _push_mode, _pop_mode = (
 @contextlib.contextmanager
 def outside_checkpoints() -> Iterator[None]:
     """Selective activation checkpointing does not see what runs: backward will not repeat it."""
-    # Those that belong to torch, such as fake tensors', are in slots of their own.
+    # Modes that belong to torch, such as that of fake tensors, are in separate slots.
     modes = [mode for mode in active_modes() if getattr(mode, "_mode_key", None) is None]
     others = [mode for mode in modes if not isinstance(mode, _checkpoint_modes)]
     if len(modes) == len(others):

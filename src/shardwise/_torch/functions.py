@@ -133,7 +133,7 @@ def _trees_work() -> bool:
 # -- symbolic sizes, and fake tensors ------------------------------------------------------------
 
 
-#: The fake mode of the given tensors, or of what runs now; None if there is none.
+#: The fake mode of the given tensors, or the active one, or None.
 detect_fake_mode: Callable[..., Any] = _names.find(
     "torch._guards.detect_fake_mode", "DTensors with symbolic sizes cannot be traced"
 )

@@ -328,7 +328,7 @@ class Noted:
         return f"{self.text} at {self.line}" if self.line is not None else self.text
 
 
-#: Stands for a record where there is none.
+#: Stands for a missing record.
 NOTHING = Noted(None, 0, "nothing", None)
 
 

@@ -271,7 +271,7 @@ StepDone = Callable[[int, float, float], None]
 
 @dataclass(frozen=True)
 class Keeping:
-    """Where and how often a training is saved; see Note [A training that can be killed]."""
+    """Where and how often a training run is saved; see Note [A training that can be killed]."""
 
     folder: str
     #: Every so many steps, and at the end; None saves nothing.

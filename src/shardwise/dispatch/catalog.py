@@ -254,7 +254,7 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Shardings]], Callable[
             num = sum(not a.kwarg_only for a in arguments)
             args = [_described(arg) for arg in call.args]
             kwargs = {name: _described(value) for name, value in call.kwargs.items()}
-            # Those after a tensor by keyword are here by position; see Positional.
+            # Arguments after a keyword-only tensor are positional here; see Positional.
             kwargs.update(
                 (a.name, arg) for a, arg in zip(arguments[num:], args[num:], strict=False)
             )
@@ -312,7 +312,7 @@ def with_arguments(packet: Any, wanted: Sequence[tuple[str, str]]) -> OpOverload
 
 
 def view_twin(op: OpOverload) -> OpOverload | None:
-    """The view of which `op` returns a copy.
+    """The view op that `op` copies.
 
     >>> view_twin(torch.ops.aten.permute_copy.default)
     <OpOverload(op='aten.permute', overload='default')>

@@ -150,7 +150,7 @@ def _few_values(layout: Layout) -> torch.Tensor:
 
 
 def _returns_new(op: Any) -> bool:
-    """Whether the result is a new tensor, whose entries have memory of their own.
+    """Whether the result is a new tensor, whose entries do not share memory.
 
     The shape function of `diagonal_scatter` keeps the strides of a view by `unfold`, and in some
     versions those of an expanded operand.
@@ -307,7 +307,7 @@ def _filled(value: int, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _raised(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception | None:
-    """What a call raises; generators keep their state."""
+    """The error that a call raises, if any; generators keep their state."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

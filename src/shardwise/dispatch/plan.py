@@ -132,7 +132,7 @@ def _check_own_entries(op: Any, layout: Layout) -> None:
     empty = any(type(size) is int and size == 0 for size in layout.shape)
     if dims and not empty and op not in _FILLS:
         raise UnsupportedError(
-            f"{op} would write to {layout!r}, of which one entry stands for all along dim "
+            f"{op} would write to {layout!r}, where one entry stands for all along dim "
             f"{dims[0]}, as after expand(). Write to the tensor that was expanded, or clone() "
             "this one first."
         )
@@ -148,8 +148,8 @@ def check_written_once(op: Any, layout: Layout) -> None:
     own = [d for d, step in enumerate(layout.stride) if step]
     if shares_entries([layout.shape[d] for d in own], [layout.stride[d] for d in own]):
         raise UnsupportedError(
-            f"{op} would write to {layout!r}, of which several entries share memory, as after "
-            "unfold(), and it cannot run in that memory. Write to the tensor itself, or clone() "
+            f"{op} would write to {layout!r}, where several entries share memory, as after "
+            "unfold(), and the op cannot run in place. Write to the tensor itself, or clone() "
             "this one first."
         )
 

@@ -43,7 +43,7 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class LocalCall:
-    """What runs on each rank when it is not the op itself.
+    """The function that runs on each rank instead of the op itself.
 
     With `per_rank`, `fn` is called as `fn(coordinate, layouts, *args, **kwargs)` with the layouts
     of all inputs and then of all outputs. With `collective` it is called once for all ranks,

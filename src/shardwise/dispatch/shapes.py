@@ -282,7 +282,7 @@ _CHANNELS_LAST = (0, 2, 3, 1)
 
 
 def iterated_stride(shape: Shape, operands: Sequence[Any]) -> Shape:
-    """The strides of a new result of this shape, to which the operands are broadcast.
+    """The strides of a new result, given its shape and the operands that are broadcast to it.
 
     Kernels go through memory in the order of the first operand that tells two dims apart. The
     operands have a `shape` and a `stride`, such as layouts.

@@ -475,7 +475,7 @@ def reduce_gradients(
 ) -> None:
     """Reduce every gradient that is Partial, in place, with few large collectives.
 
-    Otherwise each Partial gradient is reduced at its first use, with a collective of its own.
+    Otherwise each Partial gradient is reduced at its first use, with a separate collective.
 
     >>> import shardwise, torch
     >>> from shardwise.debug import CommDebugMode

@@ -139,7 +139,7 @@ def _global_shape(local_shape: Shape, placements: Sequence[Placement], grid: Gri
 
 
 def stride_like(local: torch.Tensor, shape: Sequence[Size]) -> Shape:
-    """Dense strides for `shape` with the dims in the order in which `local` has them in memory."""
+    """Dense strides for `shape`, with the dims in the memory order of `local`."""
     if local.is_contiguous() or local.dim() < 2:
         return contiguous_stride(shape)
     local_stride = local.stride()

@@ -58,7 +58,7 @@ _MADE_ARGUMENTS: dict[Any, int] = {
     aten.rnn_relu.input: 1,
 }
 
-#: Python functions of torch that mix tensors of their own with their arguments, by module and name,
+#: Python functions of torch that mix tensors they make with their arguments, by module and name,
 #: and whether these are random; see Note [Tensors that torch makes].
 _MAKERS: dict[tuple[str, str], bool] = {
     ("torch._lowrank", "get_approximate_basis"): True,

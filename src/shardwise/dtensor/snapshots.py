@@ -170,7 +170,7 @@ class Source:
         now = self._now(x)
         if now == self._seen:
             return
-        # A view that was taken inside another op has a counter of its own.
+        # A view that was taken inside another op has a separate counter.
         shares = self._shares or x._is_view()
         hidden = not shares or self._counted or self._layout.grid.hides_writes
         if self._is_stale(now, shares, hidden):
@@ -214,7 +214,7 @@ class Source:
         conjugate, negative = (False, False) if self._above is None else self._above[0].bits
         op = self._take.op if isinstance(self._take, View) else None
         if op is aten.select.int and conjugate and not self._layout.dtype.is_complex:
-            # The real part, or the imaginary one, of which one device puts off the sign.
+            # The real or the imaginary part, whose sign is lazy on one device.
             return False, negative != bool(self._take.rest[1])  # type: ignore[attr-defined]
         return conjugate != (op is aten._conj.default), negative != (op is aten._neg_view.default)
 

@@ -93,7 +93,7 @@ _entries: dict[Any, Entry] = entries
 
 
 class DTensor(Wrapped):
-    """A global tensor, of which this process holds the shard that its layout describes.
+    """A global tensor; this process holds the shard that its layout describes.
 
     Made by `distribute_tensor`, `DTensor.from_local`, the factories, and by ops on DTensors.
     """
@@ -259,7 +259,7 @@ class DTensor(Wrapped):
 
     @untraced
     def _get_data(self) -> Any:
-        """`x.data`: the same memory, with a version counter of its own."""
+        """`x.data`: the same memory, with a separate version counter."""
         found = _data.__get__(self)
         if isinstance(found, DTensor):
             snapshots.count_separately(found, self)

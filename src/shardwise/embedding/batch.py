@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def unfit(text: str) -> Fault:
-    """What is wrong with a batch."""
+    """A fault of a batch."""
     return Fault(f"{text}.", BatchError)
 
 

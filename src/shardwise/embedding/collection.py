@@ -66,7 +66,7 @@ class _Weight(nn.Module):
     def __init__(self, weight: torch.Tensor, sparse: bool) -> None:
         super().__init__()
         self.__dict__["_parameters"] = Watched()
-        # `data` has a version counter of its own; views of one stack share theirs.
+        # `data` has a separate version counter; views of one stack share one.
         self.weight = nn.Parameter(weight.data)
         self.sparse = sparse
 
@@ -169,7 +169,7 @@ class _Collection(nn.Module):
             alone=make_alone(self._backend, route, stacks, optimizer, wait=self._check == "now"),
         )
         self._form = self._output_form()
-        #: How the parameters were when they were last seen to be views of the stacks.
+        #: The state of the parameters when they were last checked to be views of the stacks.
         self._known: Any = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -460,7 +460,7 @@ class _Collection(nn.Module):
     # -- in compiled code --------------------------------------------------------------------
 
     def _output_form(self) -> str:
-        """What a graph knows of the results."""
+        """A graph's knowledge of the results."""
         grid, stacks = self._engine.grid, self._engine.stacks
         dims = [table.embedding_dim for table in self.tables for _ in table.features]
         if self._side_by_side:

@@ -276,7 +276,7 @@ class WriteCount:
     def __init__(self) -> None:
         self._source = VersionSource.make()
         self._sharing: dict[int, torch.Tensor] = {}
-        #: Parameters that came later, which have counters of their own.
+        #: Parameters that came later, which have separate counters.
         self._apart: list[torch.Tensor] = []
 
     def parameter(self, value: torch.Tensor, *, trained: bool) -> torch.nn.Parameter:

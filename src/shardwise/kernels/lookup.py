@@ -47,7 +47,7 @@ _CHUNK_PROGRAMS = 4096
 
 
 class Trace(NamedTuple):
-    """What a lookup records for backward; see Note [What backward needs]."""
+    """The data that a lookup records for backward; see Note [What backward needs]."""
 
     keys: torch.Tensor
     out_at: torch.Tensor
@@ -393,7 +393,7 @@ def _weight_grads(
             rows = load_rows(address, place, owned[:, None] & inside[None, :], dtype, DTYPES)
             found = tl.sum(rows * bag_grad[None, :], 1)
             tl.store(out + at, found.to(out.dtype.element_ty), mask=here)
-        # What stands after the last bag, or before the first, is in none.
+        # Ids after the last bag, or before the first, are in no bag.
         begin = tl.where((start <= begin) & (begin < end), end, last)
 
 

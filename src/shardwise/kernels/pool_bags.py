@@ -46,7 +46,7 @@ def _larger(value, position, other_value, other_position):
 
 @triton.jit
 def _better(best, best_at, found, found_at):
-    """The larger of two maxima, the first of which may be of no element yet."""
+    """The larger of two maxima; the first may be of no element yet."""
     # A row of -inf is more than nothing. Positions of nothing are -1 here, and the largest there.
     better = (found > best) | ((best_at < 0) & (found_at >= 0) & (found_at < 2147483647))
     return tl.where(better, found, best), tl.where(better, found_at, best_at)

@@ -53,7 +53,7 @@ class IdBags(NamedTuple):
     """Ids in bags, numbered over all features.
 
     Feature f has bags `first_bag[f]` to `first_bag[f + 1]`, at most `max_bags`, and bag b the ids
-    `offsets[b]` to `offsets[b + 1]`; without offsets each id is a bag of its own.
+    `offsets[b]` to `offsets[b + 1]`; without offsets each id is one bag.
     """
 
     ids: torch.Tensor
@@ -294,7 +294,7 @@ _PROGRAMS = 4096
 
 
 class Record(NamedTuple):
-    """What the kernels write and read, and where the host sees that they did."""
+    """The memory that the kernels write and read, and the memory through which the host sees it."""
 
     numbers: torch.Tensor
     seen: torch.Tensor | None
@@ -315,7 +315,7 @@ class Records:
         self.device = device
         self._left: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._tickets = itertools.count(1)
-        #: What replays of graphs found: each clears its own record only.
+        #: The results of replays of graphs; each replay clears only its own record.
         self.of_graphs = torch.zeros(WIDTH, dtype=torch.int64, device=device)
         self._fill()
 

@@ -297,7 +297,7 @@ def _attention(
 
 
 def _autocast(x: torch.Tensor) -> torch.Tensor:
-    """`x` in the dtype in which autocast would pass it to attention; autocast does not run here."""
+    """`x` in the dtype that autocast would give it for attention; autocast does not run here."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x

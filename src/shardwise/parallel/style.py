@@ -32,7 +32,7 @@ _AUTOMATIC = "_automatic_hooks"
 
 
 class ParallelStyle(abc.ABC):
-    """What a plan maps a module's path to. Subclass it for a style of your own.
+    """The value that a plan gives to a module's path. Subclass it for a style of your own.
 
     `_apply(module, device_mesh)` changes the module in place and returns it: it registers DTensor
     parameters and forward hooks. `parallelize_module` sets two attributes before it calls it:
@@ -53,8 +53,8 @@ class ParallelStyle(abc.ABC):
 
     src_data_rank: int | None = 0
     path: str = ""
-    #: What the style decides of a module, out of "parameters", "input" and "output". No two styles
-    #: may decide the same of one module.
+    #: The aspects of a module that the style decides: some of "parameters", "input" and "output".
+    #: No two styles may decide the same aspect of a module.
     decides: tuple[str, ...] = ()
 
     @abc.abstractmethod

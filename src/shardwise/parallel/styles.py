@@ -87,7 +87,7 @@ class _MatrixStyle(_LayerStyle):
             )
         super().check(module)
 
-    #: Where a layer has its input and its output by default.
+    #: The default placements of a layer's input and output.
     _input: Placement = REPLICATE
     _output: Placement = REPLICATE
 
@@ -511,9 +511,9 @@ def input_reshard(
 ) -> nn.Module:
     """Keep a module's replicated inputs sharded along a dim until backward; returns the module.
 
-    What autograd saves of replicated DTensors on `tp_device_mesh`, and of plain inputs, which are
-    then equal on every rank, takes one share of the memory per rank. Backward gathers it again.
-    With None nothing is changed.
+    Each rank keeps only its shard of the replicated DTensors on `tp_device_mesh` that autograd
+    saves, and of plain inputs, which must then be equal on every rank. Backward gathers them again.
+    With `input_reshard_dim=None` nothing is changed.
 
     >>> import shardwise, torch
     >>> from shardwise.parallel import ColwiseParallel, input_reshard, parallelize_module

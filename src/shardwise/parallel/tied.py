@@ -1,11 +1,11 @@
-"""Tied parameters: what several modules share stays shared.
+"""Tied parameters: a parameter that several modules share stays shared.
 
 Note [Tied modules]
-A plan may name only one of the modules that share a parameter. All others get the DTensor too,
-also those outside of the module that is parallelized. A module that uses it gets the style with the
-same placement and with whole inputs and outputs, so that nothing changes for the code around it;
-its other parameters are placed as well, and may be tied in turn. All that is decided before
-anything is changed. A style that a later call names replaces such an automatic one.
+A plan may name only one of the modules that share a parameter. All others get the DTensor too, even
+those outside the module that is parallelized. A module that uses it gets the style with the same
+placement and with whole inputs and outputs, so that nothing changes for the code around it; its
+other parameters are placed as well, and may be tied in turn. All of this is decided before anything
+is changed. A style that a later call names replaces such an automatic one.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _add_owner(owners: dict[int, list[Owner]], path: str, module: nn.Module) -> 
 
 
 def _is_held_elsewhere(group: list[Owner]) -> bool:
-    """Whether something besides the owners refers to a parameter; most often nothing does."""
+    """Whether something besides the owners refers to a parameter; usually nothing does."""
     control = {"like": torch.empty(0)}
     alone = sys.getrefcount(control["like"])
     return sys.getrefcount(group[0].module._parameters[group[0].name]) - alone >= len(group)
@@ -154,7 +154,7 @@ def _note(placed: dict[int, Placed], target: Target) -> None:
 def distributed_since(
     groups: Sequence[list[Owner]], before: set[int], targets: Iterable[Target], mesh: DeviceMesh
 ) -> list[Target]:
-    """The same for parameters that styles distributed undeclared: DTensors not in `before`."""
+    """`counterparts` of parameters that styles distributed undeclared, not in `before`."""
     placed: dict[int, Placed] = {}
     covered: set[int] = set()
     for target in targets:

@@ -333,7 +333,7 @@ def outputs_table(report: StepReport) -> Table:
 
 
 def parity_table(parity: Parity) -> Table:
-    """What differs."""
+    """The tensors that differ."""
     columns = ("what", "name", "verdict")
     table = _table("", *columns, numbers=("largest difference", "of"))
     for each in parity.differing:

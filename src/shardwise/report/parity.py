@@ -286,7 +286,8 @@ def check_training(
     return [
         TrainingParity(tuple(sorted(run)), each.kind, each.text, each.compared)
         for run, each in zip(runs, judgements, strict=True)
-        # What was not asked for, and is nothing for one device either, says nothing about ranks.
+        # An option that was not asked for, and that one device refuses too, says nothing about
+        # ranks.
         if chosen or not run or not each.text.startswith(NOT_ALONE)
     ]
 

@@ -545,7 +545,7 @@ def check_ranks(boxes: Sequence[ShardMetadata], ranks: Sequence[int]) -> None:
 
 
 def split_dims(boxes: Sequence[ShardMetadata], shape: Sequence[int]) -> set[int]:
-    """The dims of which some box holds only a part."""
+    """The dims that some box holds only in part."""
     return {d for box in boxes for d, size in enumerate(box.shard_sizes) if size != shape[d]}
 
 
@@ -588,7 +588,7 @@ def is_outside(process_group: Any) -> bool:
 
 
 def outside_tiling(spec: ShardingSpec, shape: Shape) -> Tiling:
-    """The tiling on a rank outside the group, of which it knows the ranks that the spec names."""
+    """The tiling on a rank outside the group, which knows only the ranks that the spec names."""
     ranks = sorted({box.rank for box in spec.boxes(shape)})
     mesh = mesh_without_groups(device_type_of(spec, shape), torch.tensor(ranks))
     return make_tiling(spec, shape, grid_of(mesh))

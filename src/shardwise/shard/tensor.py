@@ -82,7 +82,7 @@ GRAD_REDUCTIONS = ("mean", "sum")
 
 @dataclass(frozen=True, slots=True)
 class ShardedContext:
-    """What a compiled graph knows of a sharded tensor besides its inner tensors."""
+    """What a compiled graph knows about a sharded tensor besides its inner tensors."""
 
     flat: FlatContext
     #: Or what is known of it; see Note [Unbacked tilings].
@@ -450,7 +450,7 @@ def _lies_in(tiling: Tiling, layout: Layout, grad: Any) -> Any:
     return ShardedTensor.over(shard_whole(tiling, grad), tiling)
 
 
-#: Functions of torch with code of their own, and that code; filled by `functions`.
+#: Functions of torch with special code for sharded tensors, and that code; filled by `functions`.
 functions: dict[Any, Any] = {}
 #: The same for tensors of one kind of spec, by its class; they come first.
 spec_functions: dict[Any, dict[type, Any]] = {}

@@ -476,7 +476,7 @@ def _run_in_place(
         target = tuple(id(here[i]) for i in written)
         if len(target) > 1 and target not in done and any(set(target) & set(t) for t in done):
             raise RankMismatchError(
-                f"{func} writes to several tensors, of which ranks share some and not others. "
+                f"{func} writes to several tensors; ranks share some of them and not others. "
                 "Call the op for one tensor at a time (optimizers: foreach=False)."
             )
         before = done.get(target)

@@ -1,4 +1,4 @@
-"""Meshes as text, and layouts in which a call is run: tensors scattered to them, and gathered."""
+"""Meshes as text, and the layouts of a call's operands: tensors scattered to them, and gathered."""
 
 from __future__ import annotations
 

@@ -360,7 +360,7 @@ def split_batch(batch: Any, num_parts: int) -> list[Any]:
 
 
 def part_of_batch(batch: Any, index: int, num_parts: int) -> Any:
-    """One of the equal parts of a batch, in memory of its own."""
+    """One of the equal parts of a batch, copied."""
     part = split_batch(batch, num_parts)[index]
     return _map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, part)
 

@@ -457,7 +457,7 @@ def _play_all(
 ) -> None:
     """On each rank: play until one fails."""
     torch.set_num_threads(1)
-    # A group of its own keeps this exchange apart from the runs' collectives.
+    # A separate group keeps this exchange apart from the runs' collectives.
     meeting = dist.new_group(backend="gloo")
     for number, subject in enumerate(subjects):
         (outcome,) = play(make(subject), Path(folder, str(number)))

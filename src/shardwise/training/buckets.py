@@ -27,7 +27,7 @@ from shardwise.simulation.ranks import (
 )
 from shardwise.training.contract import Axis, Reduction, is_used_alike, ranks_along, tensor_axes
 
-#: A collective: along which axis of which mesh, and how it reduces.
+#: A collective: its mesh, its axis, and its reduction.
 Collective = tuple[Grid, int, str]
 
 

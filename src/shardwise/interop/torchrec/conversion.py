@@ -29,7 +29,7 @@ from shardwise.lookup.tiling import Table
 
 Collection = EmbeddingBagCollection | EmbeddingCollection
 
-#: torchrec's names of a state, in the order in which they are looked for.
+#: torchrec's names of a state, in the order of the search.
 _STATES = {
     "sum": ("momentum1",),
     "exp_avg": ("exp_avg", "momentum1"),
@@ -154,7 +154,7 @@ def load_torchrec(
     `state` is a state dict of torchrec, sharded by any plan or whole; `optimizer_state` is that of
     `model.fused_optimizer`. `prefix` comes before the names: "ebc." for a collection `model.ebc`.
     Call it on all ranks, which need not have all entries: torchrec gives a rank the optimizer state
-    of its own tables. One table at a time is gathered.
+    of its own tables. Tables are gathered one at a time.
     """
     optimizer = collection.optimizer
     if optimizer_state is not None and optimizer is None:

@@ -487,7 +487,7 @@ class DistributedModelParallel(nn.Module):
 
 
 def _give_memory(module: nn.Module, device: torch.device) -> None:
-    """Move the dense layers; those on the meta device begin with values of their own."""
+    """Move the dense layers; initialise those on the meta device."""
     collections = set(named_collections(module).values())
     inside = {id(part) for each in collections for part in each.modules()}
     for part in module.modules():

@@ -152,7 +152,7 @@ def matmul_letters(left: Sequence[Size], right: Sequence[Size]) -> tuple[str, st
 
 
 class Like(NamedTuple):
-    """What the gradient of an operand must look like."""
+    """The shape of an operand's gradient, and whether it is complex."""
 
     shape: Any
     is_complex: bool
@@ -273,7 +273,7 @@ def _summed_first(
 
 
 def _as_autocast(equation: str, tensors: list[Any], path: Any) -> list[Any]:
-    """The operands in the dtype in which one device multiplies them under autocast.
+    """The operands in the dtype that one device uses for products under autocast.
 
     On the CPU autocast applies to the matrix products of torch's decomposition, but not to
     elementwise ones. We ask torch itself, with tiny tensors.

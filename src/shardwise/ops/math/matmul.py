@@ -96,7 +96,7 @@ class AddedInFull:
 
 
 def adding(*ops: Any, product: str, guarded: bool = False) -> tuple[tuple[Any, ...], Rule]:
-    """An entry of a table: a product to which the first operand is added, broadcast.
+    """An entry of a table: a product plus the first operand, which is broadcast.
 
     A `guarded` op would give a product of empty shards the shape of the added tensor.
     """
@@ -258,7 +258,7 @@ class Linear(UntracedFunction):
         if grad is None:
             return None, None, None
         for_x, for_weight, for_bias = ctx.needs_input_grad
-        # Where only the bias learns, nothing is kept, and backward may run any number of times.
+        # If only the bias is trained, nothing is saved, and backward may run any number of times.
         saved: Any = ctx.saved_tensors if for_x or for_weight else (None, None)
         x, weight = saved
         grad_x = grad_weight = grad_bias = None

@@ -159,7 +159,7 @@ def _own_grids(theta: torch.Tensor, size: Sequence[int], align_corners: bool) ->
 
 
 def _affine_grid_choices(call: Call) -> Iterator[Choice]:
-    """Each affine map has a grid of its own; their number is also in `size`."""
+    """Each affine map has one grid; their number is also in `size`."""
     yield call.replicated()
     yield from linear_choices(call, FIRST)
     local = LocalCall(_own_grids)
@@ -221,7 +221,7 @@ def _group_ways(call: Call, x: int) -> Iterator[ConvSplit]:
 
 
 def group_counts(call: Call, x: int, groups: Size) -> Iterator[tuple[Size, ...]]:
-    """How many groups of the channels of operand `x` each rank may hold; none is cut."""
+    """How many groups of the channels of operand `x` each rank may hold; no group is split."""
     per_group = call.inputs[x].shape[1] // groups
     for sizes in call.splits([(x, 1)]):
         if sizes is None:

@@ -82,7 +82,7 @@ def batch_norm_choices(call: Call) -> Iterator[Choice]:
 
 
 def normalised_shard(x: torch.Tensor, *rest: Any) -> Any:
-    """A shard, normalised by given statistics; there are none to return."""
+    """A shard, normalised by given statistics; returns no statistics."""
     nothing = x.new_empty(0)
     if not x.numel():
         return torch.empty_like(x), nothing, nothing

@@ -430,7 +430,7 @@ def _computed(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Call], It
     return lambda call: link_choices(call, unchanged(call), local)
 
 
-# An empty shard may begin at an odd place in another tensor: it gets memory of its own.
+# An empty shard may begin at a misaligned place in another tensor, so it gets separate memory.
 def _pair_choices(call: Call) -> Iterator[Choice]:
     but_last = all_but(call, call.inputs[0].ndim - 1)
     yield from link_choices(call, but_last, unless_empty(call.op))

@@ -113,7 +113,7 @@ def play_seeds(
 
 
 def replay(seed: int, meshes: Meshes = MESHES, forked: bool = False) -> Result:
-    """One program in a world of its own; with `forked`, in a process of its own."""
+    """Run one program in a new world; with `forked`, in a new process."""
     program = generate(seed, meshes)
     return _result(program, (play_forked if forked else play_alone)(program), True, forked)
 
@@ -236,7 +236,7 @@ def _in_processes(seeds: list[int], options: argparse.Namespace, meshes: Meshes)
 
     def done(name: str, line: str | Lost) -> None:
         if isinstance(line, Lost) and not line.late:
-            # Once more, each trial in a process of its own.
+            # Once more, with each trial in a new process.
             ((_, again),) = ask([*command, "--forked"], [name], 10 * options.timeout)
             line = again if isinstance(again, str) else line
         found[name] = _decode(int(name), line, meshes)

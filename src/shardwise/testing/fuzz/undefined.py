@@ -39,16 +39,16 @@ REASONS = {
     MEDIAN: "torch does not say which index it returns, and along an expanded dim its kernel "
     "reads uninitialized memory",
     ZERO_TENSOR: "the gradient of sgn is a ZeroTensor: one device cannot add the gradient of a "
-    "second backward to it, and a number of no dims times a float is of another dtype",
+    "second backward to it, and a 0-dim one times a float has another dtype",
     BIAS_ALONE: "the gradient of batch norm's bias depends on the gradient of its result, and "
     "torch's formula leaves that out where there is no weight",
-    SHARED_RESULT: "select_scatter and the like keep the strides of a view by unfold, so what they "
-    "write to one entry shows in others too, and a later write acts on one place several times",
-    EMPTY_VIEW: "torch takes a view of a written tensor again by strides, and the gradient of that "
-    "is zeros without a graph where the view has no entries; of the view itself it has a graph",
-    SHARED_VIEW: "torch takes a view of a written tensor again by strides, and spreads its "
-    "gradient evenly over all entries that are one place in memory, whichever of them the view has",
-    SHARED_GRADIENT: "leaves of one sum may hold the same memory as gradient, and what a second "
+    SHARED_RESULT: "select_scatter and similar ops keep the strides of a view by unfold, so a "
+    "write to one entry shows in others too, and a later write acts on one location several times",
+    EMPTY_VIEW: "torch recreates a view of a written tensor by strides, and if the view is empty, "
+    "that gradient is zeros without a graph; the gradient of the view itself has a graph",
+    SHARED_VIEW: "torch recreates a view of a written tensor by strides, and spreads its gradient "
+    "evenly over all entries that share a memory location, whichever of them the view has",
+    SHARED_GRADIENT: "the gradients of leaves of one sum may share memory, and what a second "
     "backward adds to one of them is added to the others",
     ROUNDING: "one device gives another number when rounding errors are added, and with leaves in "
     "float64 both worlds agree",

@@ -78,11 +78,11 @@ class FlatBuffer:
         self._ranks = {place: rank for rank, place in grid.coordinates.items()}
         #: A coordinate for each set of shapes: coordinates may be many, the sets are few.
         self._places = list({self._shapes_key(place): place for place in self._ranks}.values())
-        #: Whether chunks have lengths of their own; see Note [Flat buffers].
+        #: Whether chunks have unequal lengths; see Note [Flat buffers].
         self.uneven = any(len(set(lengths_of(self.ends(p)))) > 1 for p in self._places)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has parameters of its own, which become views of a new shard when they are used.
+        # A copy has its own parameters, which become views of a new shard when they are used.
         return {**self.__dict__, "shard": None, "whole": None, "kept": None}
 
     @property
@@ -456,7 +456,7 @@ class FlatBuffer:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory is; without values, where its storage is."""
+    """The address of a tensor's memory; without values, that of its storage."""
     storage = tensor.untyped_storage()
     return storage._cdata if tensor.is_meta else storage.data_ptr()
 
@@ -475,7 +475,7 @@ def _view(flat: torch.Tensor, piece: FlatPiece) -> torch.Tensor:
 
 
 def _stride(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    """The strides of contiguous memory of which `dim` is the outermost."""
+    """The strides of contiguous memory with `dim` outermost."""
     row, *rest = contiguous_stride((shape[dim], *shape[:dim], *shape[dim + 1 :]))
     return (*rest[:dim], row, *rest[dim:])
 

@@ -49,7 +49,7 @@ from shardwise.training.reducer import declare, update_declared
 
 _Modules = TypeVar("_Modules", bound="nn.Module | list[nn.Module]")
 
-#: What a class without a forward has.
+#: The forward of a class that defines none.
 _NO_FORWARD: Any = nn.Module.forward
 #: The group of each sharded parameter, by id.
 _groups: weakref.WeakValueDictionary[int, ParameterGroup] = weakref.WeakValueDictionary()
@@ -300,7 +300,7 @@ def _members(module: nn.Module, place: ShardAxes, ignored: set[str]) -> list[Mem
 
 
 def _own_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The module and those inside, without those that form groups of their own."""
+    """The module and those inside, without those that form separate groups."""
     yield path, module
     for name, child in module.named_children():
         if group_of(child) is None:

@@ -408,7 +408,7 @@ class GroupParameters:
 
 
 class HeldParameters(dict[str, Any]):
-    """The parameters of a module of which some are sharded: those cannot be replaced.
+    """The parameters dict of a module with sharded parameters, which cannot be replaced.
 
     A rank that replaced one would raise in forward, while the others wait for it in a collective.
     So the replacement itself raises: nothing has changed, and a program that catches the error

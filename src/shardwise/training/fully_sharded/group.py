@@ -76,7 +76,7 @@ class ParameterGroup:
         )
         self.hub = Hub()
         self.depth = 0
-        #: Calls of which backward has begun and whose parameters may still be read.
+        #: Calls whose backward has begun and whose parameters may still be read.
         self.running: list[ModuleCall] = []
         #: Calls that were differentiated with a graph, as long as it lives: the derivative of that
         #: reads parameters before any gradient of an output arrives.
@@ -404,13 +404,13 @@ class ModuleCall:
     version: int
     takes_gradients: bool = False
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
-    #: What its modules saw as their parameters: they see it again where checkpoints inside of them
-    #: compute forward again. Dropped after backward, since its history refers to this.
+    #: The tensors that its modules saw as their parameters: they see them again if checkpoints
+    #: inside recompute forward. Dropped after backward, since its history refers to this.
     tensors: list[torch.Tensor] = field(default_factory=list)
 
 
 class Hub:
-    """What the groups of one outermost module share: their order, and what is in flight."""
+    """State shared by the groups of one outermost module: their order, and rows in flight."""
 
     def __init__(self) -> None:
         self.groups: list[ParameterGroup] = []

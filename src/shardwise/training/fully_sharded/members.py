@@ -170,14 +170,14 @@ def mapped(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 # itself.
 
 
-#: The share of what is sent that may be padding, and a number of elements up to which more of it
-#: costs less than anything else.
+#: The fraction of the sent bytes that may be padding, and a number of elements up to which more of
+#: it costs less than anything else.
 MOST_PADDING, LITTLE = 0.01, 1 << 12
-#: A number of elements up to which copying across dims does not matter.
+#: Up to this many elements, the cost of copying across dims does not matter.
 FEW = 1 << 16
-#: A number of elements from which another collective costs less than sending chunk by chunk.
+#: From this many elements on, another collective costs less than sending chunk by chunk.
 MANY = 1 << 22
-#: With fewer rows per rank than this, what is missing to the next multiple of ranks counts.
+#: With fewer rows per rank than this, rounding up to a multiple of ranks matters.
 FEW_ROWS = 8
 
 
@@ -284,7 +284,7 @@ def _packed(
     items = {number: rows_of(shapes[number], dims[number]) for number in numbers}
     order = sorted(numbers, key=lambda i: -items[i][1])
     least = -(-sum(items[i][0] * items[i][1] for i in order) // parts)
-    # What is longer than a chunk crosses two ends of chunks: both have to be between its rows.
+    # An item longer than a chunk crosses two ends of chunks: both have to be between its rows.
     unit = math.lcm(*(items[i][1] for i in order if items[i][0] * items[i][1] > least))
     length = -(-least // unit) * unit
     for tries in itertools.count():
