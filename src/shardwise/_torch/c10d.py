@@ -50,7 +50,7 @@ _meshes: Any = _names.find(
 #: The mesh that a submesh was taken from.
 root_mesh: Callable[[DeviceMesh], DeviceMesh] = _names.find(
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
-    "data_parallel() takes a submesh for a mesh of its own",
+    "data_parallel() treats a submesh as an unrelated mesh",
     instead=lambda mesh: mesh,
 )
 #: A rank and its device, as torch writes it.

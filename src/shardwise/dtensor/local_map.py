@@ -75,12 +75,12 @@ def _check_count(func: Any, name: str, given: Any, num: int) -> None:
     if isinstance(given, Placement):
         raise ArgumentError(
             f"{name} is {given!r}: give a tuple with the placements of each argument of "
-            f"{_name(func)}, None where there is nothing to say."
+            f"{_name(func)}, None for no requirement."
         )
     if given is not None and len(given) != num:
         raise ArgumentError(
             f"{name} has {len(given)} entries, but {_name(func)} was called with {num} arguments: "
-            "give one for each, None where there is nothing to say."
+            "give one for each, None for no requirement."
         )
 
 

@@ -92,7 +92,7 @@ class ExpertParallel(ParallelStyle):
             raise UnsupportedError(
                 f"{self.where} is a {type(module).__name__} without stacked experts: "
                 "ExpertParallel is for a module with `num_experts` and parameters of two or more "
-                "dims whose dim 0 counts them. Where each expert is a module of its own, name the "
+                "dims whose dim 0 counts them. If each expert is a separate module, name the "
                 "layers inside it in the plan."
             )
         super().check(module)

@@ -213,7 +213,7 @@ def _counterpart(owner: Owner, placed: dict[int, Placed]) -> Target:
         f"{owner.full_name!r} and {place.name!r} are one parameter, which the plan places as "
         f"{place.placement}; but {type(module).__name__} uses it as a plain tensor in its own "
         "code, and no style for it is known. Name that module in the plan, with a ParallelStyle "
-        "of your own; or give it a parameter of its own; or leave the other one out of the plan."
+        "of your own; or give it a separate parameter; or leave the other one out of the plan."
     )
 
 

@@ -276,8 +276,8 @@ class ShardedTensor(DTensor):
     def _check_natural(self, asked: str) -> None:
         if not self._tiling.natural:
             raise UnsupportedError(
-                f"{asked} is not there for {self.sharding_spec()}: no layout of a mesh has shards "
-                "in that order. Use reshard(spec) with one shard per rank, in the order of ranks."
+                f"{asked} is not available for {self.sharding_spec()}: no layout of a mesh has "
+                "shards in that order. Use reshard(spec) with one shard per rank, in rank order."
             )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

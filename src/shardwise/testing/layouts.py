@@ -211,7 +211,7 @@ class Mesh:
             names.append(name or TENSOR_AXIS)
             sizes.append(int(size))
         if len(set(names)) < len(names):
-            raise ArgumentError(f"Each axis of a mesh has a name of its own; found {text!r}.")
+            raise ArgumentError(f"Each axis of a mesh has a unique name; found {text!r}.")
         return Mesh(tuple(names), tuple(sizes))
 
     @property

@@ -98,7 +98,7 @@ class _Named(ours._Collection):
         own = [config for config in self._configs if config.has_own_values()]
         if own and self._engine.stacks.device.type == "meta":
             raise UnsupportedError(
-                f"Table {own[0].name!r} begins with values of its own, and the collection is on "
+                f"Table {own[0].name!r} has its own initial values, and the collection is on "
                 "the meta device, where it has none. Make it on the cpu; shard() keeps its values."
             )
         for config in own:
@@ -325,9 +325,9 @@ class KeyedJaggedTensor(JaggedTensor):
         given = [name for name, value in others.items() if value is not None]
         if given:
             raise UnsupportedError(
-                f"KeyedJaggedTensor({', '.join(given)}=...) is not there: leave it out. What can "
-                "be derived from values and lengths is; for inverse_indices look rows up in the "
-                "output yourself, with index_select."
+                f"KeyedJaggedTensor({', '.join(given)}=...) is not supported: leave it out. "
+                "shardwise derives what it can from values and lengths; for inverse_indices, index "
+                "the output yourself, with index_select."
             )
         super().__init__(values, weights, lengths, offsets)
         self._keys = list(keys)

@@ -67,7 +67,7 @@ def _generator(
 def _checked_kernel(kernel: str) -> str:
     if kernel not in ("fused", "dense"):
         raise UnsupportedError(
-            f"compute_kernel={kernel!r} is not there: tables are in the memory of their rank's "
+            f"compute_kernel={kernel!r} is not supported: tables are in the memory of their rank's "
             "device. Write 'fused', or 'dense' for gradients."
         )
     return kernel
@@ -234,7 +234,7 @@ class _Sharder:
     ) -> None:
         if qcomm_codecs_registry is not None:
             raise UnsupportedError(
-                "qcomm_codecs_registry is not there: collections of shardwise.embedding have "
+                "qcomm_codecs_registry is not supported: collections of shardwise.embedding have "
                 "shard(mesh, plan, exchange_dtype=torch.bfloat16)."
             )
         self.fused_params = dict(fused_params or {})
@@ -305,7 +305,7 @@ class EmbeddingShardingPlanner:
         given = [name for name, value in others.items() if value is not None]
         if given:
             raise UnsupportedError(
-                f"EmbeddingShardingPlanner({', '.join(given)}=...) is not there: use "
+                f"EmbeddingShardingPlanner({', '.join(given)}=...) is not supported: use "
                 "shardwise.planner.plan, which searches otherwise and proves a bound."
             )
         self._topology, self._batch_size = topology, batch_size
@@ -420,7 +420,7 @@ class DistributedModelParallel(nn.Module):
         super().__init__()
         if data_parallel_wrapper is not None:
             raise UnsupportedError(
-                "data_parallel_wrapper is not there: gradients are reduced by "
+                "data_parallel_wrapper is not supported: gradients are reduced by "
                 "shardwise.parallel.data_parallel, whose bucket_bytes= is the one setting."
             )
         self.device = device_of(device)
