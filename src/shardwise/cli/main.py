@@ -64,27 +64,27 @@ _groups_option = click.option(
     "--fully-shard",
     metavar="PATTERN",
     multiple=True,
-    help="Modules that are fully sharded one by one, as layers.*; then the model is. They are "
-    "sharded along the axis fsdp, or else the last data axis.",
+    help="Fully shard the modules that match, such as layers.*, then the model, along the axis "
+    "fsdp, or else the last data axis.",
 )
 _context_option = click.option(
     "--context",
     metavar="PATTERN",
     multiple=True,
-    help="Modules whose attention is split along the axis cp, as layers.*.self_attn.",
+    help="Modules whose attention is split along the axis cp, such as layers.*.self_attn.",
 )
 _recompute_option = click.option(
     "--recompute",
     metavar="PATTERN",
     multiple=True,
-    help="Modules that backward computes again (activation checkpointing).",
+    help="Modules that backward recomputes (activation checkpointing).",
 )
 
 
 @main.command()
 @click.option("--model", type=click.Choice(_MODELS), default="dlrm", show_default=True)
 @click.option("--ranks", type=click.IntRange(1), default=4, show_default=True)
-@click.option("--processes", type=click.IntRange(1), help="So many real processes, over gloo.")
+@click.option("--processes", type=click.IntRange(1), help="Number of real processes, over gloo.")
 @click.option("--steps", type=click.IntRange(1), help="Training steps.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @_plan_option
@@ -98,7 +98,9 @@ _recompute_option = click.option(
 @click.option(
     "--checkpoints", metavar="FOLDER", default="checkpoints", show_default=True, type=click.Path()
 )
-@click.option("--keep", type=click.IntRange(1), default=2, show_default=True, help="Of the last.")
+@click.option(
+    "--keep", type=click.IntRange(1), default=2, show_default=True, help="Checkpoints to keep."
+)
 @click.option(
     "--resume", is_flag=True, help="Continue from the latest checkpoint, if there is one."
 )
@@ -130,7 +132,7 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
 @click.option(
     "--optimizer",
     type=click.Choice(["adamw", "adam", "sgd", "adagrad", "rowwise_adagrad"]),
-    help="[default: adamw; for a priced plan of tables rowwise_adagrad, as in plan]",
+    help="[default: adamw; with --ranks and tables rowwise_adagrad, as in plan]",
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
@@ -138,11 +140,13 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
 @click.option(
     "--ranks",
     type=click.IntRange(1),
-    help="Count for so many ranks from layouts alone; nothing is allocated.",
+    help="Count bytes for this many ranks from layouts alone; nothing is allocated.",
 )
-@click.option("--hosts", type=click.IntRange(1), default=1, help="With --ranks and tables.")
-@click.option("--batch", type=click.IntRange(1), help="With --ranks: examples of a step.")
-@click.option("--constants", default="cpu", help="With --ranks and tables: cpu, h200, or a file.")
+@click.option(
+    "--hosts", type=click.IntRange(1), default=1, help="Number of hosts, with --ranks and tables."
+)
+@click.option("--batch", type=click.IntRange(1), help="Examples in a step, with --ranks.")
+@click.option("--constants", default="cpu", help="cpu, h200, or a file, with --ranks and tables.")
 @click.pass_context
 def explain(
     ctx: click.Context,
@@ -226,9 +230,9 @@ Examples:
 @click.option(
     "--options",
     default="",
-    help="Of one training run: accumulate,clip,late,... Else a run for each that applies.",
+    help="Options of one training run: accumulate,clip,... Default: a run for each that applies.",
 )
-@click.option("--processes", is_flag=True, help="In real processes instead of simulated ranks.")
+@click.option("--processes", is_flag=True, help="Use real processes instead of simulated ranks.")
 @click.option("--tolerance", type=float, default=1e-4, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
@@ -257,8 +261,10 @@ Examples:
 @click.argument("source", required=False)
 @click.option("--ranks", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--hosts", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--memory", metavar="SIZE", help="Of one rank, as 80GB; without it, any plan fits.")
-@click.option("--batch", type=click.IntRange(1), help="Bags of a feature in a step, of all ranks.")
+@click.option(
+    "--memory", metavar="SIZE", help="Memory of one rank, such as 80GB; by default unlimited."
+)
+@click.option("--batch", type=click.IntRange(1), help="Bags per feature in a step, over all ranks.")
 @click.option(
     "--optimizer",
     type=click.Choice(["sgd", "adagrad", "rowwise_adagrad", "adam"]),
@@ -268,17 +274,19 @@ Examples:
 @click.option(
     "--exchange-dtype",
     type=click.Choice(["bfloat16", "float16"]),
-    help="Allow rows and gradients to be rounded to it; it is chosen where that is faster.",
+    help="Allow this dtype for sending rows and gradients; it is used if that is faster.",
 )
-@click.option("-o", "--output", metavar="FILE", help="Write the plan, as .toml or .json.")
-@click.option("--sample", metavar="FILE:NAME", help="A callable that gives batches to measure.")
-@click.option("--seconds", type=float, default=60.0, show_default=True, help="CPU seconds at most.")
+@click.option("-o", "--output", metavar="FILE", help="Write the plan to a .toml or .json file.")
+@click.option("--sample", metavar="FILE:NAME", help="A callable that returns batches to measure.")
+@click.option(
+    "--seconds", type=float, default=60.0, show_default=True, help="Limit of CPU seconds."
+)
 @click.option(
     "--gap",
     type=float,
     default=0.005,
     show_default=True,
-    help="Relative gap to stop at; plans within it count as equal, but for kernel calls.",
+    help="Relative gap to stop at; plans within it count as equal, apart from kernel calls.",
 )
 @click.option("--constants", default="cpu", show_default=True, help="cpu, h200, or a file.")
 @click.option("--calibrate", "calibrate_to", metavar="FILE", help="Measure this machine first.")
@@ -345,13 +353,15 @@ def verify(ctx: click.Context, path: str) -> None:
 @checkpoint.command()
 @click.argument("source", type=click.Path())
 @click.argument("target", type=click.Path())
-@click.option("--prefix", default="", help="Only tensors whose names start with it; it is removed.")
+@click.option(
+    "--prefix", default="", help="Only tensors whose names start so; the prefix is removed."
+)
 @click.option(
     "--max-file-bytes",
     type=click.IntRange(1),
     default=5 << 30,
     show_default=True,
-    help="Of the files of a folder.",
+    help="Largest size of a file in a folder.",
 )
 def convert(source: str, target: str, prefix: str, max_file_bytes: int) -> None:
     """Rewrite a checkpoint with every tensor whole, in little memory.

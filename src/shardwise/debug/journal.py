@@ -87,7 +87,7 @@ class agree:
 
     Each rank keeps a running hash of what it runs: ops on DTensors with their layouts, numbers and
     operands, collectives, optimizer steps, and the state of the random generator. The hashes are
-    compared every so many optimizer steps, or with `every="collective"` before each collective;
+    compared every N optimizer steps, or with `every="collective"` before each collective;
     then a mistake is found before it can mix up messages. The error is a `RankMismatchError`. It
     names the ranks, the first call that differs, its layouts and its line in the program.
 

@@ -274,7 +274,7 @@ class Keeping:
     """Where and how often a training run is saved; see Note [A training that can be killed]."""
 
     folder: str
-    #: Every so many steps, and at the end; None saves nothing.
+    #: Save every N steps, and at the end; None saves nothing.
     every: int | None = None
     #: How many checkpoints stay.
     keep: int = 2

@@ -27,7 +27,7 @@ OPTIMIZERS = {
 SPAN = 128
 #: Ids from which on their traces are sorted first.
 IN_ORDER = 2**20
-#: Up to so many columns, full occupancy is worth fewer registers.
+#: Up to this many columns, full occupancy is worth fewer registers.
 _NOT_WIDE = 128
 #: About as many programs run at once on a device.
 _PROGRAMS = 2**12

@@ -12,7 +12,7 @@ from shardwise.planner.planning import PlanResult
 from shardwise.planner.price import Price
 from shardwise.report.html import html_table, page, table_row, write_page
 
-#: At most so many ranks have bars.
+#: The largest number of ranks with bars.
 MOST_RANKS = 256
 
 

@@ -348,7 +348,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """A rank comes so many seconds late; beyond the timeout of 120 s, the others give up."""
+    """A rank comes `seconds` late; beyond the timeout of 120 s, the others give up."""
 
     rank: int
     at: int

@@ -426,7 +426,7 @@ class KeyedJaggedTensor(JaggedTensor):
         return self.to_dict()[key]
 
     def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
-        """Batches of so many keys each."""
+        """Batches with these numbers of keys."""
         if sum(segments) > len(self._keys):
             raise ArgumentError(
                 f"split({list(segments)}) asks for {sum(segments)} keys of a batch that has "

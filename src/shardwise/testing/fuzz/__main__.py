@@ -186,7 +186,7 @@ def as_json(results: Sequence[Result], settings: dict[str, Any]) -> dict[str, An
 
 #: Seeds of `--seed S` start at S times this, so that two runs share none.
 SEEDS = 1_000_000
-#: At most so many programs for one process.
+#: The largest number of programs for one process.
 CHUNK = 400
 
 

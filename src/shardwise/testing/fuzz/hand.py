@@ -131,7 +131,7 @@ class Hand:
         raise NoFit
 
     def floats(self, *dims: int, nonempty: bool = False) -> str:
-        """A slot of real floats with at least, and at most, so many dims."""
+        """A slot of real floats with the given minimum and maximum of dims."""
         return self.tensor(FLOATS, _range(dims), nonempty)
 
     def inexact(self, *dims: int, nonempty: bool = False) -> str:
