@@ -11,10 +11,10 @@ Note [Long bags]
 A bag longer than LONG would keep its warp busy long after all others are done. Such bags have other
 programs: all ids are split at multiples of LONG into chunks, and a program pools what its chunk has
 of long bags. At most one long bag starts in a chunk and at most one ends there, so two partial
-results per chunk are enough, and the host need not know which bags are long. Of the programs of a
-bag, the last one to finish adds the partial results in order, so two runs agree in every bit; a
-counter per chunk in which a long bag starts tells it that it is the last, and it resets the
-counter.
+results per chunk are enough, and the host need not know which bags are long. The last of a bag's
+programs to finish adds the partial results in order, so two runs agree in every bit. Each chunk in
+which a long bag starts has a counter, which tells a program that it is the last; that program
+resets the counter.
 
 In small batches, where launches dominate, all programs are in one launch, which also asserts that
 ids are in range. In large ones, programs for bags alone need fewer registers and no search; a

@@ -47,12 +47,12 @@ from shardwise.simulation.ranks import each_rank, on_plain_ranks, one_part, size
 class ExpertParallel(ParallelStyle):
     """Shard a stack of experts: each rank holds some of them, and gets every token.
 
-    For a module whose parameters stack the weights of all experts along dim 0, with their number in
-    `num_experts`, and whose forward takes `(tokens, experts_of_tokens, weights_of_experts)` of
-    shapes `(num_tokens, width)` and twice `(num_tokens,
-    num_chosen)`: the experts of Hugging Face's mixtures. The ranks' outputs are added, with the
-    default `output_layouts` of `Replicate()` by an all-reduce. Backward does the same for the
-    gradients of the tokens and of their weights.
+    The module's parameters stack the weights of all experts along dim 0, their number is in
+    `num_experts`, and its forward takes `(tokens, experts_of_tokens, weights_of_experts)` of shapes
+    `(num_tokens, width)` and twice `(num_tokens, num_chosen)`. The experts of Hugging Face's
+    mixtures are such modules. The ranks' outputs are added, with the default `output_layouts` of
+    `Replicate()` by an all-reduce. Backward does the same for the gradients of the tokens and of
+    their weights.
 
     >>> import shardwise, torch
     >>> from shardwise.parallel import ExpertParallel, parallelize_module
