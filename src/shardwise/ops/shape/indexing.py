@@ -376,14 +376,14 @@ def slice_scatter_choices(call: Call) -> Iterator[Choice]:
     for dim in range(call.inputs[0].ndim):
         if dim != at:
             yield from sharded_together(call, (dim, dim), (dim,))
-    cut_out = slice_cut(call, at, size, count)
-    if cut_out is not None:
-        local = LocalCall(OwnedSliceScatter(cut_out), per_rank=True)
+    written = slice_cut(call, at, size, count)
+    if written is not None:
+        local = LocalCall(OwnedSliceScatter(written), per_rank=True)
         for sizes in call.splits([(0, at)]):
-            pieces = cut_out.lengths(lengths(size, call.axis_size, sizes))
-            source = shard_with(at, pieces, count, call.axis_size)
-            cut = Shard(at, sizes)
-            yield Choice((cut, source), (cut,), local, alone=((0, at),))
+            source_sizes = written.lengths(lengths(size, call.axis_size, sizes))
+            source = shard_with(at, source_sizes, count, call.axis_size)
+            target = Shard(at, sizes)
+            yield Choice((target, source), (target,), local, alone=((0, at),))
 
 
 def _all_overwritten(call: Call) -> Iterator[Choice]:

@@ -92,10 +92,10 @@ def _run_choices(call: Call, links: Sequence[Link], link: Link) -> Iterator[Choi
     if not known:
         return
     for sizes in call.splits([place]):
-        pieces = [n * link.source_run for n in lengths(size_in, parts, sizes)]
-        if all(n % link.target_run == 0 for n in pieces):
-            cut = tuple(n // link.target_run for n in pieces)
-            target = shard_with(link.target, cut, size_out, parts)
+        num_elements = [n * link.source_run for n in lengths(size_in, parts, sizes)]
+        if all(n % link.target_run == 0 for n in num_elements):
+            sizes_out = tuple(n // link.target_run for n in num_elements)
+            target = shard_with(link.target, sizes_out, size_out, parts)
             yield Choice((Shard(link.source, sizes),), (target,), alone=(place,))
 
 
