@@ -58,6 +58,19 @@ def test_explicit_sizes_cost_the_same(mesh):
         assert collectives(mesh, (7, 5), [before], [after]) == expected
 
 
+@pytest.mark.parametrize("sizes", [(13, 1, 1, 1), (1, 0, 13, 2)], ids=str)
+def test_an_exchange_between_explicit_sizes_sends_no_padding(mesh, sizes):
+    x = torch.arange(16.0 * 6).view(16, 6)
+    for before, after in [(Shard(0, sizes), Shard(1)), (Shard(1), Shard(0, sizes))]:
+        laid = lay(x, mesh, [before])
+        with CommDebugMode() as comm:
+            moved = laid.redistribute(placements=[after])
+        (event,) = comm.events
+        first = sizes[0] * 6 if before.dim == 0 else 16 * 2  # what rank 0 holds
+        assert event.num_bytes == 4 * first
+        assert torch.equal(moved.full_tensor().agreed(), x)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [

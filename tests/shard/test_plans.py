@@ -115,6 +115,7 @@ MODULES = {
 COUNTS = {
     "lookup": 1,
     "row of this rank": 5,
+    "row of this rank, to each rank": 20,
     "row of all ranks": 20,
     "id and bag of this rank": 20,
     "bag of all ranks": 20,

@@ -1,8 +1,8 @@
 """Running steps on local tensors: one kind at a time, all of them, or in two parts.
 
 A collective has the same shape on all ranks of its group: uneven shards are padded to the longest
-and unpadded afterwards. So ranks never disagree about sizes, eager or compiled. The exception is a
-resplit, whose sizes are in the layouts and never symbolic.
+and unpadded afterwards. So ranks never disagree about sizes, eager or compiled. The exceptions are
+a resplit and an exchange between explicit sizes: these are in the layouts and never symbolic.
 """
 
 from __future__ import annotations
@@ -166,6 +166,8 @@ def _all_to_all(step: Step) -> Move:
     dim_in, dim_out = _dim(source, axis), _dim(target, axis)
     if is_even(source, axis) and is_even(target, axis):
         return _even_all_to_all(step, dim_in, dim_out)
+    if not source.symbolic and (_shard(source, axis).sizes or _shard(target, axis).sizes):
+        return _exact_all_to_all(step, dim_in, dim_out)
     arrived = _arrived(source.dtype)
     length_in, length_out = longest(source, axis), longest(target, axis)
     outside = (*_outside(source, axis), *_outside(target, axis))
@@ -193,12 +195,50 @@ def _even_all_to_all(step: Step, dim_in: int, dim_out: int) -> Move:
     def split(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
         sizes = t.shape
         apart = (*sizes[:dim_out], parts, sizes[dim_out] // parts, *sizes[dim_out + 1 :])
-        return t.reshape(apart).movedim(dim_out, 0)
+        return t.reshape(apart).movedim(dim_out, 0).contiguous()
 
     join = _joining(dim_in, _whole(step.source, axis))
     return Move(
         lambda x: start_all_to_all(each_rank(grid, split, x, axes=()), grid, axis),
         lambda x: each_rank(grid, join, arrived(x), axes=()),
+    )
+
+
+def _exact_all_to_all(step: Step, dim_in: int, dim_out: int) -> Move:
+    """For sizes that a user gave, which may be far from equal: nothing is padded."""
+    grid, axis, source, target = step.source.grid, step.axis, step.source, step.target
+
+    def sent(mine: Coordinate) -> list[int]:
+        return [math.prod(shape) for shape in blocks(mine, dim_out, target, source)]
+
+    def received(mine: Coordinate) -> list[int]:
+        return [math.prod(shape) for shape in blocks(mine, dim_in, source, target)]
+
+    def blocks(mine: Coordinate, dim: int, cut: Layout, whole: Layout) -> list[list[int]]:
+        """The shapes of this rank's shard of `whole`, cut along `dim` as in `cut`."""
+        shape = list(whole.local_shape(mine))
+        return [[*shape[:dim], n, *shape[dim + 1 :]] for n in _lengths(cut, axis, mine)]
+
+    def pack(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
+        flat = t.movedim(dim_out, 0).reshape(-1, 1)  # the last dim may become bytes
+        return collectives.as_bytes(flat) if source.dtype in collectives.MOVED_AS_BYTES else flat
+
+    def unpack(mine: Coordinate, t: torch.Tensor) -> torch.Tensor:
+        shapes = blocks(mine, dim_in, source, target)
+        parts = t.squeeze(-1).split([math.prod(shape) for shape in shapes])
+        arrived = []
+        for part, shape in zip(parts, shapes, strict=True):
+            outermost = shape.pop(dim_out)
+            arrived.append(part.view(outermost, *shape).movedim(0, dim_out))
+        return torch.cat(arrived, dim_in)
+
+    arrived = _arrived(source.dtype)
+    num_sent, num_received = counts_per_rank(grid, sent), counts_per_rank(grid, received)
+    return Move(
+        lambda x: start_all_to_all_uneven(
+            each_rank(grid, pack, x, axes=()), num_sent, num_received, grid, axis
+        ),
+        lambda x: each_rank(grid, unpack, arrived(x)),
     )
 
 

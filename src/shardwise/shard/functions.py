@@ -6,6 +6,7 @@ equal those of one device that holds the whole table.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -16,15 +17,19 @@ from torch.nn import functional as F
 from shardwise.comm import collectives
 from shardwise.comm.agreement import gather_numbers
 from shardwise.comm.watch import because
+from shardwise.core.layout import contiguous_stride, make_layout, shard_with
 from shardwise.core.mesh import Grid
-from shardwise.core.placements import REPLICATE, Partial
-from shardwise.core.placements import Shard as ShardPlacement
+from shardwise.core.placements import REPLICATE, Partial, Placement
 from shardwise.core.untraced import UntracedFunction, differentiated_once
+from shardwise.core.world import world_caches
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.lookup.ids import has_values
+from shardwise.redistribute.execute import Run, prepare
+from shardwise.redistribute.steps import find_steps
 from shardwise.shard import dispatch, table_lookup
-from shardwise.shard.spec import DimSplit, ShardingSpec
+from shardwise.shard.moves import ToLocalShard
+from shardwise.shard.spec import DimSplit, ShardingSpec, Tiling
 from shardwise.shard.table_lookup import (
     BagBatch,
     LayerCall,
@@ -34,7 +39,16 @@ from shardwise.shard.table_lookup import (
     traced,
 )
 from shardwise.shard.tensor import ShardedTensor, first_sharded, functions, spec_functions
-from shardwise.simulation.ranks import agreed, each_rank, on_plain_ranks
+from shardwise.simulation.ranks import (
+    agreed,
+    each_rank,
+    is_per_rank,
+    localize,
+    on_plain_ranks,
+    parts_of,
+    plain_if_equal,
+    sized,
+)
 
 # The weight stays where it is: inputs travel to the shards, and results travel back. Each rank has
 # its own loss. Its input gets the gradient of that loss; the weight gets that of the mean of the
@@ -67,8 +81,7 @@ def linear(
     counts, train = zip(*gather_numbers(weight._tiling.grid, what, describe, x), strict=True)
     if any(train) and not trains:  # backward of other ranks needs this one's
         x = x.detach().requires_grad_()
-    with because(what, implicit=False):
-        out = _product(x, weight, split, counts)
+    out = _product(x, weight, split, counts)
     return out if whole is None else out + whole
 
 
@@ -81,13 +94,11 @@ def _product(
     tensor, either the inputs' columns are permuted to it, or the results' columns are permuted
     back.
     """
-    tiling, mesh = weight._tiling, weight._tiling.grid.mesh
-    intervals = [split.intervals[rank] for rank in tiling.grid.ranks]
-    sizes = tuple(length for _, length in intervals)
+    tiling, grid = weight._tiling, weight._tiling.grid
     held = None
     if not tiling.natural:
+        intervals = [split.intervals[rank] for rank in grid.ranks]
         held = torch.cat([torch.arange(start, start + n) for start, n in intervals]).to(x.device)
-    by_rows = [ShardPlacement(0, num_rows)]
 
     def flat(_: Any, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, tiling.shape[1])
@@ -97,13 +108,67 @@ def _product(
         rows = rows if held is None or split.dim == 1 else rows[:, held.argsort()]
         return rows.view(*x.shape[:-1], tiling.shape[0])
 
-    shard = in_own_loss(weight.local_tensor(), tiling.grid, weight.grad_reduction)
-    shards = DTensor.from_local(shard, mesh, [ShardPlacement(split.dim, sizes)])
-    rows = DTensor.from_local(on_plain_ranks(tiling.grid, flat, x), mesh, by_rows)
-    everyones = rows.redistribute(placements=[REPLICATE])
-    results: Any = F.linear(everyones, shards)
-    own = results.redistribute(placements=by_rows).to_local()
-    return on_plain_ranks(tiling.grid, shaped, own, x.detach())
+    are_rows = held is None and all(part.dim() == 2 for part in parts_of(x))
+    rows = x if are_rows else on_plain_ranks(grid, flat, x)
+    shard = ToLocalShard.apply(weight, len(grid.ranks) if weight.grad_reduction == "mean" else 1)
+    there, _ = _ways(tiling, num_rows, rows.dtype)
+    results = F.linear(Moved.apply(rows, grid, *there), shard)
+    _, back = _ways(tiling, num_rows, results.dtype)  # autocast has cast them
+    own = Moved.apply(results, grid, *back)
+    return own if are_rows else on_plain_ranks(grid, shaped, own, x.detach())
+
+
+@functools.lru_cache(maxsize=4096)
+def _ways(
+    tiling: Tiling, num_rows: tuple[int, ...], dtype: torch.dtype
+) -> tuple[tuple[Run, Run], tuple[Run, Run]]:
+    """What brings inputs to the shards of a weight, and results back; each with its transpose.
+
+    A rank that has rows of the weight needs all inputs and computes columns of the results. One
+    that has columns needs those of the inputs and computes terms of a sum.
+    """
+    split, grid, total = tiling.split, tiling.grid, sum(num_rows)
+    assert split is not None, "split_of has checked it"
+    held = tuple(split.intervals[rank][1] for rank in grid.ranks)
+    rows = shard_with(0, num_rows, total, len(held))
+    columns = shard_with(1, held, sum(held), len(held))
+
+    def run(width: int, before: Placement, after: Placement) -> Run:
+        shape = total, width
+        source = make_layout(grid, (before,), shape, contiguous_stride(shape), dtype)
+        return prepare(find_steps(source, source.with_placements((after,))))
+
+    def gather(width: int) -> tuple[Run, Run]:
+        return run(width, rows, REPLICATE), run(width, Partial(), rows)
+
+    def transpose(width: int) -> tuple[Run, Run]:
+        return run(width, rows, columns), run(width, columns, rows)
+
+    out_features, in_features = tiling.shape
+    if split.dim == 0:
+        return gather(in_features), transpose(out_features)[::-1]
+    return transpose(in_features), gather(out_features)[::-1]
+
+
+world_caches.append(_ways.cache_clear)
+
+
+class Moved(UntracedFunction):
+    """Local tensors moved by `there`; their gradient is moved by `back`, and its gradient again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, grid: Grid, there: Run, back: Run, plain: bool = False
+    ) -> torch.Tensor:
+        """With `plain`, one plain tensor if all ranks get the same."""
+        ctx.back = grid, back, there, not is_per_rank(x)
+        with because("F.linear", implicit=False):
+            moved = there(localize(grid, x))
+        return plain_if_equal(moved) if plain else sized(moved)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return Moved.apply(grad, *ctx.back), None, None, None, None
 
 
 def gather_whole(x: ShardedTensor) -> torch.Tensor:
@@ -130,7 +195,8 @@ class ScaleGradient(UntracedFunction):
     @staticmethod
     @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad * ctx.times / ctx.over, None, None
+        scaled = grad if ctx.times == 1 else grad * ctx.times
+        return scaled if ctx.over == 1 else scaled / ctx.over, None, None
 
 
 def _outputs_of(

@@ -138,18 +138,19 @@ class Reshard(UntracedFunction):
 
 
 class ToLocalShard(UntracedFunction):
-    """A rank's shard as a plain tensor; its gradient is the shard of the tensor's gradient."""
+    """A rank's shard as a plain tensor; its gradient is divided by `over`."""
 
     @staticmethod
-    def forward(ctx: Any, x: ShardedTensor) -> torch.Tensor:
-        ctx.like = x
+    def forward(ctx: Any, x: ShardedTensor, over: int = 1) -> torch.Tensor:
+        ctx.like, ctx.over = x, over
         return sized(shards_of(x._tiling, x._local.detach()))
 
     @staticmethod
     @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         tiling = ctx.like._tiling
-        return type(ctx.like).over(local_of_shards(tiling, grad), tiling, like=ctx.like)
+        mine = local_of_shards(tiling, grad if ctx.over == 1 else grad / ctx.over)
+        return type(ctx.like).over(mine, tiling, like=ctx.like), None
 
 
 def sharded_like(x: Any, tiling: Tiling, kind: type[ShardedTensor]) -> ShardedTensor:

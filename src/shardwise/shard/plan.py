@@ -153,9 +153,11 @@ def _linear(
     weight: torch.Tensor, boxes: tuple[ShardMetadata, ...], by_columns: bool
 ) -> tuple[UnitTraffic, ...]:
     (num_outputs, num_inputs), item = weight.shape, weight.element_size()
-    inputs = UnitTraffic("all_gather", num_inputs * item, "row of this rank")
     if by_columns:
+        widest = max(box.shard_sizes[1] for box in boxes)
+        inputs = UnitTraffic("all_to_all", widest * item, "row of this rank, to each rank")
         return inputs, UnitTraffic("reduce_scatter", num_outputs * item, "row of all ranks")
+    inputs = UnitTraffic("all_gather", num_inputs * item, "row of this rank")
     outputs = max(box.shard_sizes[0] for box in boxes)
     return inputs, UnitTraffic("all_to_all", outputs * item, "row of all ranks")
 
