@@ -92,6 +92,23 @@ def trained_compiled(plan, optimizer, torch_optimizer, backend, sizes):
     return tables, counter.frame_count, seen[0] == seen[1] and len(seen[0]) > 0
 
 
+def trained_on_one_rank(plan, optimizer):
+    """In two gloo processes: a step with tables that train on rank 0 alone.
+
+    Returns the local shards: before, after, and after a step in which they train on both ranks.
+    """
+    rank, found = dist.get_rank(), []
+    for ranks in ((), (0,), (0, 1)):
+        torch._dynamo.reset()
+        model = Recommender(plan, optimizer).requires_grad_(rank in ranks)
+        if ranks:
+            compiled(model)[0](cases.batch(rank)).backward()
+        if optimizer is None:
+            torch.optim.SGD(_tables(model), 0.1).step()
+        found.append([p.detach().to_local() for p in _tables(model)])
+    return found
+
+
 def told_of_a_bad_batch(plan):
     """In four gloo processes: what each rank hears when rank 2 has a batch that does not fit, one
     kind after another; then the loss of a batch that does."""

@@ -278,6 +278,15 @@ def test_processes_train_alike(two_processes, fused):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("fused", [SGD(0.1), None])
+def test_tables_that_train_on_one_rank(two_processes, fused):
+    """The other one helps to make its gradients, as in eager code."""
+    found = two_processes(compiled_cases.trained_on_one_rank, "row_wise", fused)
+    for rank, (before, here, everywhere) in enumerate(found):
+        assert_close(here, before if rank else everywhere)
+
+
+@pytest.mark.processes
 def test_all_ranks_hear_of_a_bad_batch(processes):
     found = processes(compiled_cases.told_of_a_bad_batch, "row_wise")
     told = found[0][0]

@@ -438,6 +438,21 @@ def input_that_trains_on_some_ranks(dim, frozen):
         torch.testing.assert_close(whole, torch.full((5, 6), 10 / 4))
 
 
+def layer_that_trains_on_one_rank(dim, trained):
+    """In two processes: the gradients of a linear layer that rank 1 alone wants."""
+    layer, last = nn.Linear(6, 5), dist.get_rank() == 1
+    spec = {"weight": chunks(dim, 0, 1), "bias": chunks(0, 1, 0)}
+    shard_module(layer, ShardingPlan(spec)).requires_grad_(requires_grad=False)
+    layer.get_parameter(trained).requires_grad_(last)
+    layer(torch.ones(3, 6)).sum().backward()
+    for parameter in layer.parameters():
+        if last and parameter is layer.get_parameter(trained):
+            mine = parameter.grad.local_tensor()
+            torch.testing.assert_close(mine, torch.full_like(mine, 3))
+        else:
+            assert parameter.grad is None
+
+
 def weights_that_train_on_some_ranks(dim):
     """In four processes: the gradients of weights of ids, which rank 2 has, of a frozen table."""
     torch.manual_seed(0)

@@ -114,6 +114,12 @@ def test_an_input_that_trains_on_some_ranks(processes, dim, frozen):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("trained", ["weight", "bias"])
+def test_a_layer_that_trains_on_one_rank(two_processes, dim, trained):
+    two_processes(programs.layer_that_trains_on_one_rank, dim, trained)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
 def test_weights_that_train_on_some_ranks(processes, dim):
     processes(programs.weights_that_train_on_some_ranks, dim)
 

@@ -60,29 +60,36 @@ def linear(
 ) -> torch.Tensor:
     """`F.linear` for each rank's local plain inputs; weight, bias or both are sharded."""
     x = input
-    whole = gather_whole(bias) if isinstance(bias, ShardedTensor) else bias
     if not isinstance(weight, ShardedTensor):
-        return F.linear(x, weight, whole)
+        return F.linear(x, weight, _whole(bias))
     what = "F.linear"
     split = split_of(weight, what)
     if not has_values(weight._local):
-        return traced(_LINEAR, weight, {}, input=x, bias=whole)
+        return traced(_LINEAR, weight, {}, input=x, bias=_whole(bias))
     in_features = weight._tiling.shape[1]
-    trains = x.requires_grad and torch.is_grad_enabled()
+    operands = [x, weight, *([bias] if isinstance(bias, ShardedTensor) else [])]
+    trained = [each.requires_grad and torch.is_grad_enabled() for each in operands]
 
     def describe(mine: torch.Tensor) -> tuple[Sequence[int], str | None]:
+        nothing = [0] * (1 + len(trained))
         if not mine.dim() or mine.shape[-1] != in_features or mine.dtype != weight.dtype:
-            return [0, 0], (
+            return nothing, (
                 f"inputs have shape (..., {in_features}) and dtype {weight.dtype}; found "
                 f"{tuple(mine.shape)}, {mine.dtype}."
             )
-        return [mine.numel() // in_features if in_features else 0, trains], None
+        return [mine.numel() // in_features if in_features else 0, *trained], None
 
-    counts, train = zip(*gather_numbers(weight._tiling.grid, what, describe, x), strict=True)
-    if any(train) and not trains:  # backward of other ranks needs this one's
-        x = x.detach().requires_grad_()
-    out = _product(x, weight, split, counts)
+    num_rows, *anywhere = zip(*gather_numbers(weight._tiling.grid, what, describe, x), strict=True)
+    for number, here in enumerate(trained):
+        if any(anywhere[number]) and not here:  # backward of other ranks needs this one's
+            operands[number] = operands[number].detach().requires_grad_()
+    whole = _whole(operands[2] if len(operands) > 2 else bias)
+    out = _product(operands[0], operands[1], split, num_rows)
     return out if whole is None else out + whole
+
+
+def _whole(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return gather_whole(bias) if isinstance(bias, ShardedTensor) else bias
 
 
 def _product(
