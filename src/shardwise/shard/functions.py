@@ -67,7 +67,7 @@ def linear(
     if not has_values(weight._local):
         return traced(_LINEAR, weight, {}, input=x, bias=_whole(bias))
     in_features = weight._tiling.shape[1]
-    operands = [x, weight, *([bias] if isinstance(bias, ShardedTensor) else [])]
+    operands: list[Any] = [x, weight, *([bias] if isinstance(bias, ShardedTensor) else [])]
     trained = [each.requires_grad and torch.is_grad_enabled() for each in operands]
 
     def describe(mine: torch.Tensor) -> tuple[Sequence[int], str | None]:
