@@ -698,3 +698,23 @@ def test_a_view_of_what_an_op_makes_inside_is_no_view_of_its_result(mesh, op, ea
         assert (many is None) == (one is None)
         if one is not None:
             torch.testing.assert_close(whole(many), one)
+
+
+def test_a_part_of_what_is_written(mesh):
+    """One device raises: the part was copied here, and is broadcast over its own memory."""
+    x = lay(torch.randn(2), mesh, [Shard(0)])
+    with pytest.raises(UnsupportedError, match="reads in another order"):
+        x.copy_(x.narrow(0, 0, 1).detach())
+    other = lay(torch.randn(2), mesh, [Shard(0)])
+    x.copy_(other.narrow(0, 0, 1).detach())
+    assert torch.equal(value(x), value(other)[:1].expand(2))
+
+
+def test_two_views_with_gaps(mesh):
+    """One device does not compare memory with gaps; a shard of one entry has none."""
+    plain = torch.randn(5, 4)
+    x = lay(plain, mesh, [Shard(0)])
+    for at in (x, plain):
+        diagonal = at.diagonal(-1)
+        diagonal.unflatten(-1, (1, 4)).add_(diagonal)
+    assert torch.equal(value(x), plain)

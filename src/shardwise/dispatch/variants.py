@@ -38,6 +38,7 @@ from shardwise.dispatch.plan import (
 )
 from shardwise.dispatch.propagate import CallPlan
 from shardwise.dispatch.wrapped import (
+    SOURCE,
     Wrapped,
     as_layouts,
     count_on_lent,
@@ -135,9 +136,16 @@ def _distinct(local: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def watch_overlaps(op: Any, entry: Entry) -> None:
-    """Make a planned call that writes and redistributes refuse operands that overlap its target."""
-    if entry.move is not None and compares_memory(op):
+    """Have a planned call that writes refuse the overlaps that one device refuses, and no others.
+
+    One device does not look at tensors that leave gaps in memory. Their shards may have none.
+    """
+    if not compares_memory(op):
+        return
+    if entry.move is not None:
         entry.move = _checked_first(op, entry.move)
+    if not all(map(_is_dense, entry.plan.inputs)):
+        entry.move = _apart(entry.move)
 
 
 def compares_memory(op: Any) -> bool:
@@ -173,34 +181,68 @@ def _checked_first(
     return moved
 
 
+def _apart(
+    move: Callable[[list[Any], Sequence[Any]], None] | None,
+) -> Callable[[list[Any], Sequence[Any]], None]:
+    """Gives operands memory of their own where they have gaps, or the tensor written to has."""
+
+    def moved(operands: list[Any], args: Sequence[Any]) -> None:
+        if move is not None:
+            move(operands, args)
+        if not isinstance(args[0], Wrapped):  # many at once, under vmap
+            return
+        target, all_of_them = operands[0], not _is_dense(args[0]._layout)
+        for number, (arg, other) in enumerate(zip(args, operands, strict=True)):
+            if other is target or not isinstance(arg, Wrapped):
+                continue
+            with_gaps = all_of_them or not _is_dense(arg._layout)
+            if with_gaps and any(map(_share_memory, parts_of(target), parts_of(other))):
+                operands[number] = other.clone()
+
+    return moved
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if type(one) is not torch.Tensor or type(other) is not torch.Tensor or not one.numel():
+        return False
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
 def _overlap(one: Any, other: Any) -> bool:
     if one._layout.symbolic or other._layout.symbolic:
         return False
-    if not (one.numel() and other.numel() and _is_dense(one) and _is_dense(other)):
+    if not (_is_dense(one._layout) and _is_dense(other._layout)):
+        return False
+    if not (one.numel() and other.numel()):
         return False
     if one.numel() == other.numel() and one.stride() == other.stride():
         return False
     whole = one if one._base is None else one._base
     if whole is not (other if other._base is None else other._base):
-        # To torch, what detach() returns is not a view, but its shards are.
-        return any(map(_start_alike, parts_of(one._local), parts_of(other._local)))
-    if whole._layout.symbolic or not _is_dense(whole):
+        # To torch, what detach() returns is not a view, but its shards are, or were before a copy.
+        starts = any(map(start_alike, parts_of(one._local), parts_of(other._local)))
+        return starts or _is_copy_from(one, other) or _is_copy_from(other, one)
+    if not _is_dense(whole._layout):
         return False
     return whole.numel() in (one.numel(), other.numel())
 
 
-def _start_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if type(one) is not torch.Tensor or type(other) is not torch.Tensor or not one.numel():
-        return False
-    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
-        return False
-    return one.storage_offset() == other.storage_offset()
+def _is_copy_from(one: Any, other: Any) -> bool:
+    """Whether `one` is a snapshot of a part of `other`."""
+    known = one.__dict__.get(SOURCE)
+    return known is not None and known[0].is_part_of(other)
 
 
-def _is_dense(x: Any) -> bool:
-    """Whether the entries fill their memory, in any order of dims."""
+def start_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return _share_memory(one, other) and one.storage_offset() == other.storage_offset()
+
+
+def _is_dense(layout: Layout) -> bool:
+    """Whether the entries fill their memory, in any order of dims; not known of symbolic sizes."""
+    if layout.symbolic:
+        return False
     expected = 1
-    places = zip(x.stride(), x.shape, strict=True)
+    places = zip(layout.stride, layout.shape, strict=True)
     for stride, size in sorted((stride, size) for stride, size in places if size != 1):
         if stride != expected:
             return False

@@ -12,6 +12,9 @@ from shardwise.core.placements import Partial
 from shardwise.redistribute.execute import Run
 from shardwise.simulation.ranks import LENT, count_write, lent, one_part, parts_of
 
+#: The attribute of a snapshot with its source, and its number among the view's results.
+SOURCE = "_source"
+
 
 class Wrapped(torch.Tensor):
     """A global tensor as a local tensor and a layout."""

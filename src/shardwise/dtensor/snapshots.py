@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,13 +32,12 @@ from shardwise._torch.autograd import current_node
 from shardwise.core.layout import Layout
 from shardwise.dispatch.catalog import Path, at_path, tensor_paths
 from shardwise.dispatch.plan import Entry
+from shardwise.dispatch.variants import start_alike
+from shardwise.dispatch.wrapped import SOURCE
 from shardwise.errors import UnsupportedError
 from shardwise.simulation.ranks import parts_of, per_rank
 
 aten = torch.ops.aten
-
-#: The attribute of a snapshot with its source, and its number among the view's results.
-SOURCE = "_source"
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +235,15 @@ class Source:
             self._above[0].write(whole)
         else:
             aten.copy_.default(there, whole)
+
+    def is_part_of(self, x: Any) -> bool:
+        """Whether `x` is all of the tensor that the snapshots were copied from."""
+        source = self
+        while source._above is not None:
+            source = source._above[0]
+        if source._base is None or math.prod(source._layout.shape) != x.numel():
+            return False
+        return any(map(start_alike, parts_of(source._base), parts_of(x._local)))
 
     def count_from(self, x: Any) -> None:
         """Count writes from now on, with the version counter of `x`, which has the memory."""

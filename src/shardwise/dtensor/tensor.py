@@ -43,7 +43,7 @@ from shardwise.core.sizes import recorded, unrecorded
 from shardwise.core.untraced import breaks_graph, untraced
 from shardwise.dispatch.plan import Entry, entries
 from shardwise.dispatch.variants import TensorByKeyword, run_by_keyword
-from shardwise.dispatch.wrapped import Wrapped, lend
+from shardwise.dispatch.wrapped import SOURCE, Wrapped, lend
 from shardwise.dtensor import autograd, compile, conversion, snapshots
 from shardwise.dtensor.autograd import (
     current_to_local,
@@ -680,7 +680,7 @@ def _call_on_leaf(hook: Any, leaf: weakref.ref[DTensor], grad: Any) -> Any:
 
 def _lasting(attributes: dict[str, Any]) -> dict[str, Any]:
     """The attributes that a copy keeps: no hooks, no cached values."""
-    passing = ("_hooked", "_reduced", snapshots.SOURCE)
+    passing = ("_hooked", "_reduced", SOURCE)
     return {k: v for k, v in attributes.items() if k not in passing}
 
 

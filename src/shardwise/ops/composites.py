@@ -19,8 +19,9 @@ from shardwise.core.untraced import SkipsNone
 from shardwise.dispatch.infer import faked
 from shardwise.dispatch.local_call import restrided
 from shardwise.dispatch.variants import run_by_keyword
+from shardwise.dispatch.wrapped import SOURCE
 from shardwise.dtensor.operands import check_plain
-from shardwise.dtensor.snapshots import SOURCE, add_source
+from shardwise.dtensor.snapshots import add_source
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
 from shardwise.lookup.ids import has_values, id_range, sharded_axes, widened
