@@ -4,8 +4,9 @@ Note [Ops that refuse values]
 An index out of range, a probability above one, a division by zero: if ranks hold different values,
 one rank may raise alone, and the others would wait for it in the next collective. So the ranks
 agree (`comm.agreement.raise_together`). They also agree if all see the same values but some have an
-empty shard, for which a kernel does not read them. They do not agree on CUDA, where torch asserts
-on the device, nor in compiled code, which does not read values.
+empty shard, for which a kernel does not read them. On CUDA most ops assert on the device, and ranks
+agree only on what torch checks on the host (`ON_HOST`), for which it waits for the device anyway.
+Compiled code does not read values, so there is nothing to agree on.
 """
 
 from __future__ import annotations
@@ -287,6 +288,8 @@ def _same(one: Any, other: Any) -> bool:
 
 #: The inputs whose values an op may refuse, as a slice; `ops.catalog` fills it.
 REFUSED: dict[Any, slice] = {}
+#: Those of them that torch checks on the host, whatever the device; `ops.catalog` fills it.
+ON_HOST: set[Any] = set()
 
 #: Ops that refuse a division of integers by zero.
 DIVISIONS = (
@@ -312,10 +315,13 @@ def raising_together(
     axes = tuple(sorted({*differing_axes(refused), *emptying_axes(inputs)}))
     if not axes or not refused:
         return call  # all ranks see the same values
+    on_host = op in ON_HOST
 
     def run(*operands: Any, **kwargs: Any) -> Any:
         tensor = next(x for x in _listed(operands) if isinstance(x, torch.Tensor))
-        if not has_values(tensor) or not tensor.is_cpu or grid.device_type != "cpu":
+        if not has_values(tensor) or tensor.device.type != grid.device_type:
+            return call(*operands, **kwargs)
+        if not (tensor.is_cpu or on_host):
             return call(*operands, **kwargs)
         if not _looks_at_values(op, operands, kwargs):
             return call(*operands, **kwargs)

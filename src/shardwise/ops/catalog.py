@@ -14,7 +14,7 @@ import torch
 
 from shardwise.core.untraced import untraced
 from shardwise.dispatch import catalog
-from shardwise.dispatch.local_call import REFUSED
+from shardwise.dispatch.local_call import ON_HOST, REFUSED
 from shardwise.dispatch.rule import Table, merge
 from shardwise.dtensor import fallback
 from shardwise.ops import composites, random
@@ -77,6 +77,8 @@ catalog.CATALOG.update(RULES)
 catalog.DEFAULT_RULES.append(pointwise.pointwise_rule)
 for _table in _tables("REFUSED"):
     REFUSED.update(_table)
+for _ops in _tables("ON_HOST"):
+    ON_HOST.update(_ops)
 for _table in _tables("DECOMPOSITIONS"):
     fallback.DECOMPOSITIONS.update(_table)
 _register_kernels()

@@ -279,26 +279,25 @@ LINALG: Table = table(
     ),
 )
 
-#: The inputs whose values the op may refuse; see `dispatch.local_call`. One matrix of a batch may
-#: have no factors, or no decomposition that a solver finds.
+#: One matrix of a batch may have no factors, or no decomposition that a solver finds. Torch raises
+#: when the solver has told it so, on a GPU too.
+ON_HOST = (
+    aten.cholesky.default,
+    aten.linalg_cholesky_ex.default,
+    aten.linalg_eig.default,
+    aten._linalg_eigh.default,
+    aten._linalg_eigvals.default,
+    aten.linalg_inv_ex.default,
+    aten.linalg_ldl_factor_ex.default,
+    aten.linalg_lu_factor_ex.default,
+    aten.linalg_pinv.atol_rtol_tensor,
+    aten._linalg_solve_ex.default,
+    aten._linalg_svd.default,
+)
+
+#: The inputs whose values the op may refuse; see `dispatch.local_call`.
 REFUSED: dict[Any, slice] = {
-    **dict.fromkeys(
-        (
-            aten.cholesky.default,
-            aten.cholesky_inverse.default,
-            aten.linalg_cholesky_ex.default,
-            aten.linalg_eig.default,
-            aten._linalg_eigh.default,
-            aten._linalg_eigvals.default,
-            aten.linalg_inv_ex.default,
-            aten.linalg_ldl_factor_ex.default,
-            aten.linalg_lu_factor_ex.default,
-            aten.linalg_pinv.atol_rtol_tensor,
-            aten._linalg_solve_ex.default,
-            aten._linalg_svd.default,
-        ),
-        slice(0, 1),
-    ),
+    **dict.fromkeys((*ON_HOST, aten.cholesky_inverse.default), slice(0, 1)),
     aten.lu_unpack.default: slice(1, 2),
     aten.searchsorted.Tensor: slice(2, 3),  # the sorter
 }
