@@ -47,7 +47,7 @@ from shardwise.core.world import world_caches
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.lookup.exchange import ranks_present
-from shardwise.ops.lookup.embedding_rules import unknown_length
+from shardwise.ops.lookup.rank_bags import unknown_length
 from shardwise.ops.lookup.row_sparse import RowSparse
 from shardwise.simulation.ranks import one_tensor, part_per_rank
 

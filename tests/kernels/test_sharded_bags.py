@@ -11,11 +11,13 @@ from torch.testing import assert_close
 
 import shardwise
 from shardwise import Replicate, Shard
-from shardwise.ops.lookup import bag_rules
+from shardwise.kernels import DTYPES
+from shardwise.ops.lookup import rank_bags
 
 skip_without_triton()
 
 from shardwise.kernels import lookup, update  # noqa: E402  (after the check for Triton)
+from shardwise.lookup.backends.triton_kernels import TritonBackend  # noqa: E402
 
 pytestmark = of_kernels
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -36,16 +38,22 @@ def fused(monkeypatch):
     monkeypatch.setattr(lookup, "LONG", 8)
     monkeypatch.setattr(update, "SPAN", 8)
     if INTERPRETED:
-        monkeypatch.setattr(bag_rules, "take_grad", lambda x: x.dtype in bag_rules.DTYPES)
+        kernels = TritonBackend()
+        monkeypatch.setattr(rank_bags._BY_DEVICE, "serving", lambda _: kernels)
+        monkeypatch.setattr(
+            rank_bags,
+            "fused_backend",
+            lambda x: kernels if x.dtype in DTYPES and not x.is_meta else None,
+        )
     asked = []
-    for name in ("fused_sums", "largest", "table_grad", "row_grads", "sample_grad"):
-        real = getattr(bag_rules, name)
+    for name in ("look_up", "largest", "update", "row_gradient", "weight_gradient"):
+        real = getattr(TritonBackend, name)
 
         def counted(*args, name=name, real=real):
             asked.append(name)
             return real(*args)
 
-        monkeypatch.setattr(bag_rules, name, counted)
+        monkeypatch.setattr(TritonBackend, name, counted)
     return asked
 
 
@@ -134,7 +142,7 @@ def test_every_mode(mesh, fused, case):
     *placements, form = CASES[case]
     for options in ({"mode": "sum"}, {"mode": "mean", "padding_idx": PADDING}, {"mode": "max"}):
         check(mesh, placements, form, **options)
-    assert {"fused_sums", "largest", "table_grad"} <= set(fused)
+    assert {"look_up", "largest", "update"} <= set(fused)
 
 
 @pytest.mark.parametrize("placement", [S0] if INTERPRETED else [S0, S1], ids=repr)
@@ -142,15 +150,15 @@ def test_weights_of_samples_and_rows_that_have_a_gradient(mesh, fused, placement
     for form in ("offsets",) if INTERPRETED else ("two dims", "offsets"):
         check(mesh, (placement, R), form, weighted=True, mode="sum", sparse=True, padding_idx=2)
     check(mesh, (placement, R), "offsets", mode="mean", sparse=True)
-    assert {"fused_sums", "row_grads", "sample_grad"} <= set(fused)
-    assert "table_grad" not in fused
+    assert {"look_up", "row_gradient", "weight_gradient"} <= set(fused)
+    assert "update" not in fused
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_dtypes(mesh, fused, dtype):
     check(mesh, (S0, R), "two dims", dtype=dtype, mode="mean")
     check(mesh, (S1, R), "offsets", dtype=dtype, weighted=True, mode="sum")
-    assert {"fused_sums", "table_grad", "sample_grad"} <= set(fused)
+    assert {"look_up", "update", "weight_gradient"} <= set(fused)
 
 
 def test_float64_goes_through_torchs_kernels(mesh, fused):

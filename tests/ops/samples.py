@@ -14,7 +14,7 @@ from samples_recurrent import RECURRENT_KERNELS, recurrent_samples
 from shardwise import Replicate, Shard
 from shardwise.dispatch.catalog import positional
 from shardwise.ops import random
-from shardwise.ops.lookup import bag_grads, bag_rules, embedding
+from shardwise.ops.lookup import bag_rules, embedding, rank_bags
 from shardwise.ops.math import matmul
 from shardwise.ops.nn import loss, norm
 from shardwise.testing import Sample
@@ -256,7 +256,7 @@ def _loss() -> list[Sample]:
 
 
 def _embedding() -> list[Sample]:
-    rows, exchanged = t(2, 3, 4), embedding.RoutingArg(None)
+    rows = t(2, 3, 4)
     return [
         Sample(aten.embedding.default, (t(7, 4), ids)),
         Sample(aten.embedding.default, (t(7, 4), ids[0, 0])),
@@ -266,10 +266,9 @@ def _embedding() -> list[Sample]:
         Sample(aten.embedding_renorm_.default, (t(7, 4), ids, 1.5, 2.0)),
         Sample(embedding.routed_lookup, (t(7, 4), ids, False)),
         Sample(embedding.routed_lookup, (t(7, 4), ids, True)),
-        Sample(embedding.lookup_grad, (rows, ids, 7, 5, False, False, exchanged), wish=any_table),
-        Sample(embedding.lookup_grad, (rows, ids, 7, -1, False, True), wish=any_table),
-        Sample(embedding.lookup_grad, (rows, ids, 7, 5, False, True), wish=any_table),
-        Sample(embedding.lookup_grad, (rows, ids, 7, 2, True, True), wish=any_table),
+        Sample(embedding.sparse_grad, (rows, ids, 7, -1, False), wish=any_table),
+        Sample(embedding.sparse_grad, (rows, ids, 7, 5, False), wish=any_table),
+        Sample(embedding.sparse_grad, (rows, ids, 7, 2, True), wish=any_table),
     ]
 
 
@@ -281,30 +280,30 @@ def _bags() -> list[Sample]:
     samples = []
     for i, o in ((square, None), (ragged, offsets)):
         num_bags = 3 if o is None else 5
-        for mode in (bag_rules.MODE_SUM, bag_rules.MODE_MEAN):
+        for mode in (rank_bags.MODE_SUM, rank_bags.MODE_MEAN):
             for padding_idx in (-1, 5):
-                samples.append(Sample(bag_rules.pooled, (weight, i, o, None, mode, padding_idx)))
-                options = (7, mode, padding_idx, padding_idx < 0, False)
+                samples.append(Sample(rank_bags.pooled, (weight, i, o, None, mode, padding_idx)))
+                options = (7, mode, padding_idx, padding_idx < 0)
                 grad = (t(num_bags, 4), i, o, None, *options)
-                samples.append(Sample(bag_grads.pooled_grad, grad, wish=any_table))
+                samples.append(Sample(rank_bags.pooled_grad, grad, wish=any_table))
         weights, up = t(*i.shape), t(num_bags, 4)
         samples += [
-            Sample(bag_rules.pooled, (weight, i, o, weights, bag_rules.MODE_SUM, 2)),
+            Sample(rank_bags.pooled, (weight, i, o, weights, rank_bags.MODE_SUM, 2)),
             Sample(
-                bag_grads.pooled_grad,
-                (up, i, o, weights, 7, bag_rules.MODE_SUM, 2, False, False),
+                rank_bags.pooled_grad,
+                (up, i, o, weights, 7, rank_bags.MODE_SUM, 2, False),
                 wish=any_table,
             ),
             Sample(
-                bag_grads.pooled_grad,
-                (up, i, o, weights, 7, bag_rules.MODE_SUM, -1, False, True),
+                bag_rules.sparse_pooled_grad,
+                (up, i, o, weights, 7, rank_bags.MODE_SUM, -1, False),
                 wish=any_table,
             ),
-            Sample(bag_grads.sample_grad, (up, weight, i, o, 2)),
-            Sample(bag_grads.largest, (weight, i, o, -1)),
-            Sample(bag_grads.largest, (weight, i, o, 5)),
+            Sample(rank_bags.sample_grad, (up, weight, i, o, 2)),
+            Sample(bag_rules.largest, (weight, i, o, -1)),
+            Sample(bag_rules.largest, (weight, i, o, 5)),
             Sample(
-                bag_grads.largest_grad,
+                bag_rules.largest_grad,
                 (up, torch.randint(-1, 7, (num_bags, 4), generator=_generator), 7),
                 wish=any_table,
             ),

@@ -32,7 +32,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.effects import EffectOp
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError, UnsupportedError
 from shardwise.lookup.exchange import ranks_present
-from shardwise.ops.lookup.embedding_rules import unknown_length
+from shardwise.ops.lookup.rank_bags import unknown_length
 from shardwise.shard.dispatch import (
     UnbackedSpec,
     UnbackedTiling,

@@ -35,7 +35,7 @@ from shardwise.lookup.routing import Route
 from shardwise.lookup.scratch import Scratch
 from shardwise.lookup.step import RankStep, needs_backward
 from shardwise.lookup.tiling import Table, tiling_of_one
-from shardwise.ops.lookup.embedding_rules import times
+from shardwise.ops.lookup.rank_bags import times
 from shardwise.ops.lookup.row_sparse import make as make_row_sparse
 from shardwise.shard.spec import (
     DimSplit,

@@ -48,6 +48,16 @@ class Query:
         return (self.ids if self.lengths is None else self.lengths).shape[0]
 
 
+@dataclass(slots=True)
+class PartQuery(Query):
+    """For fused kernels: ids count in a larger table, which has `first_row` as the first row here.
+
+    Ids of other rows are skipped, and ids after the last bag.
+    """
+
+    first_row: int = 0
+
+
 #: Per stack of a rank: a lookup, and the gradients of its bags.
 Lookups = dict[int, tuple[Query, torch.Tensor]]
 #: The rows of a stack that have a gradient, each once and in order, and the gradients.

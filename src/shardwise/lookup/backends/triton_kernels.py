@@ -23,7 +23,7 @@ from shardwise.kernels.lookup import (
 )
 from shardwise.kernels.tables import IdBags, KnownSets, TableSet, first_bags, one_after_another
 from shardwise.kernels.update import row_sums, update
-from shardwise.lookup.backends.backend import Query
+from shardwise.lookup.backends.backend import PartQuery, Query
 from shardwise.lookup.ids import edges_of
 from shardwise.lookup.optimizers import (
     SGD,
@@ -50,7 +50,7 @@ class _Batch(NamedTuple):
         return bags._replace(offsets=torch.arange(sum(self.num_bags) + 1, device=bags.ids.device))
 
     def trace(self) -> Trace:
-        return noted(self.tables, self.bags, self.weights)
+        return noted(self.tables, self.bags, self.weights, all_in_bags=not self.tables.masked)
 
 
 class TritonBackend:
@@ -86,6 +86,15 @@ class TritonBackend:
         batch = self._batch([weight], [query])
         return per_sample_weight_grads(batch.tables, batch.with_offsets(), _flat([grad]))
 
+    def largest(self, weight: torch.Tensor, query: Query) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest entry of each bag and column, and its position among the ids, or -1."""
+        tables, _, _, (num_bags,) = batch = self._batch([weight], [query])
+        bags, shape = batch.with_offsets(), (num_bags, weight.shape[1])
+        out, trace = pooled_lookup(tables, bags, mode="max", trace=True, dtype=weight.dtype)
+        assert trace is not None, "requested"
+        assert trace.argmax is not None, "a maximum has it"
+        return out.view(shape), trace.argmax.view(shape).long()
+
     # -- all stacks of a rank ----------------------------------------------------------------
 
     def look_up_stacks(
@@ -119,7 +128,8 @@ class TritonBackend:
         step_rows(optimizer, rules[0].step, batch.tables, trace, _flat(grads), states)
 
     def _batch(self, weights: Sequence[torch.Tensor], queries: Sequence[Query]) -> _Batch:
-        tables = self._sets.of(weights)
+        first, *_ = queries
+        tables = self._sets.of(weights, (first.first_row,) if type(first) is PartQuery else None)
         num_bags = tuple([query.num_bags for query in queries])
         lengths = _joined([query.lengths for query in queries], queries)
         offsets = None

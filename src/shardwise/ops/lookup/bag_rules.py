@@ -1,4 +1,4 @@
-"""Bags: rows of a table that are looked up and pooled, by sum or mean; bags of one rank.
+"""Bags: rows of a table that are looked up and pooled, by sum, mean or maximum; their gradients.
 
 Ids come in two forms. Of shape (bags, ids in each), they may be sharded along the bags, and the
 result is sharded like them. In one dim with offsets, they are replicated: where a bag ends is
@@ -8,17 +8,18 @@ that are sharded along the same axis are gathered, and the sums reduce-scattered
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 
+from shardwise.comm import collectives
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate
-from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
+from shardwise.core.placements import REPLICATE, SUM
 from shardwise.dispatch.rule import (
     Call,
     Choice,
@@ -26,55 +27,26 @@ from shardwise.dispatch.rule import (
     LocalCall,
     Rule,
     Table,
-    linear_choices,
+    parse,
+    pattern_choices,
     table,
 )
-from shardwise.kernels import DTYPES
-from shardwise.lookup.ids import check_ids, check_offsets, has_values, local_rows, owned
-from shardwise.ops.lookup.embedding_rules import table_stays
-from shardwise.redistribute.execute import execute
-from shardwise.redistribute.steps import find_steps
+from shardwise.lookup.ids import check_ids, check_offsets
+from shardwise.ops.lookup import rank_bags
+from shardwise.ops.lookup.embedding_rules import (
+    SparseRows,
+    back,
+    everywhere,
+    first_row,
+    gradient_choices,
+    lookup_choices,
+    shared_axes,
+    table_stays,
+)
+from shardwise.ops.lookup.rank_bags import MODE_MEAN, Bags, Optional, pooled, pooled_grad, row_grads
 from shardwise.simulation.ranks import each_rank
 
-if TYPE_CHECKING:
-    from shardwise.kernels.tables import IdBags, KnownSets, TableSet
-
-
-def shared_axes(table: Layout, ids: Layout) -> list[int]:
-    """The axes that shard both the table's rows and the ids."""
-    return [axis for axis in table.axes_of(0) if ids.placements[axis].is_shard()]
-
-
-def with_placement(layout: Layout, axes: Sequence[int], placement: Placement) -> Layout:
-    placements = list(layout.placements)
-    for axis in axes:
-        placements[axis] = placement
-    return layout.with_placements(tuple(placements))
-
-
-def everywhere(x: torch.Tensor, layout: Layout, axes: Sequence[int]) -> tuple[torch.Tensor, Layout]:
-    """`x`, replicated over the axes, and its layout."""
-    target = with_placement(layout, axes, REPLICATE)
-    return execute(x, find_steps(layout, target)), target
-
-
-def num_bytes(shape: Sequence[Any], dtype: torch.dtype) -> float:
-    return float(math.prod(s if type(s) is int else 1024 for s in shape) * dtype.itemsize)
-
-
-def pooled(
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    offsets: Optional,
-    weights: Optional,
-    mode: int,
-    padding_idx: int,
-) -> torch.Tensor:
-    """The sum or mean of each bag. `offsets` end with the number of ids."""
-    bags = Bags(ids, offsets, weights, padding_idx)
-    if weight.is_meta:
-        return weight.new_empty((bags.num_bags, weight.shape[1]))
-    return _on_one_device(weight, bags, mode)
+# -- sums and means --------------------------------------------------------------------------
 
 
 def _pooled(
@@ -83,390 +55,243 @@ def _pooled(
     ids: torch.Tensor,
     offsets: Optional,
     weights: Optional,
-    mode: int,
-    padding_idx: int,
+    *options: int,
 ) -> torch.Tensor:
-    table, ids_layout, out = layouts[0], layouts[1], layouts[-1]
-    met = shared_axes(table, ids_layout)
-    if met:
-        ids, ids_layout = everywhere(ids, ids_layout, met)
-        if weights is not None:
-            weights, _ = everywhere(weights, layouts[-2], met)
+    table, out = layouts[0], layouts[-1]
+    met = shared_axes(table, layouts[1])
+    ids, ids_layout = everywhere(ids, layouts[1], met)
+    if weights is not None:
+        weights, _ = everywhere(weights, layouts[-2], met)
+    _check(table, ids, ids_layout, offsets)
+
+    def here(coordinate: Coordinate, *tensors: Any) -> torch.Tensor:
+        return pooled(*tensors, *options, first_row(table, coordinate))
+
+    sums = each_rank(table.grid, here, weight, ids, offsets, weights, axes=table.axes_of(0))
+    return back(sums, met, SUM, out)
+
+
+def _check(table: Layout, ids: torch.Tensor, ids_layout: Layout, offsets: Optional) -> None:
     check_ids(ids, ids_layout, table.shape[0])
     if offsets is not None:
         check_offsets(offsets, ids.shape[0])
 
-    def here(
-        coordinate: Coordinate, weight: torch.Tensor, ids: torch.Tensor, *rest: Optional
-    ) -> torch.Tensor:
-        bags = Bags(ids, rest[0], rest[1], padding_idx)
-        return _rows_here(table, coordinate, weight, bags, mode)
-
-    sums = each_rank(table.grid, here, weight, ids, offsets, weights, axes=table.axes_of(0))
-    return execute(sums, find_steps(with_placement(out, met, SUM), out)) if met else sums
-
-
-# -- a rank's terms of the bags --------------------------------------------------------------
-
-
-def _rows_here(
-    table: Layout, coordinate: Coordinate, weight: torch.Tensor, bags: Bags, mode: int
-) -> torch.Tensor:
-    """The sum, or the term of the mean, of the rows that this rank owns."""
-    if take_table(weight):
-        return fused_sums(weight, bags, table.box(coordinate)[0][0], mode)
-    if not table.axes_of(0):
-        return _on_one_device(weight, bags, mode)
-    compact = has_values(bags.ids) and not bags.ids.is_cuda
-    sums = (_owned_sums if compact else _masked_sums)(table, coordinate, weight, bags)
-    return (sums / bags.sizes() if mode == MODE_MEAN else sums).to(weight.dtype)
-
-
-def _on_one_device(weight: torch.Tensor, bags: Bags, mode: int) -> torch.Tensor:
-    edges = bags.bounds.to(bags.ids.dtype)
-    flat = None if bags.weights is None else bags.weights.reshape(-1)
-    padding = bags.padding_idx if bags.padding_idx >= 0 else None
-    return torch.embedding_bag(
-        weight, bags.ids.reshape(-1), edges, False, mode, False, flat, True, padding
-    )[0]
-
-
-def _owned_sums(
-    table: Layout, coordinate: Coordinate, weight: torch.Tensor, bags: Bags
-) -> torch.Tensor:
-    """The sums of the owned rows of each bag, by torch's op on the owned ids."""
-    if not weight.shape[0]:
-        return weight.new_zeros((bags.num_bags, weight.shape[1]))
-    edges = bags.bounds
-    rows, places = owned(table, coordinate, bags.ids.reshape(-1), bags.padding_idx)
-    flat = None if bags.weights is None else bags.weights.reshape(-1)
-    if places is not None:
-        edges = torch.searchsorted(places, edges)
-        flat = None if flat is None else flat.index_select(0, places)
-    edges = edges.to(rows.dtype)
-    return torch.embedding_bag(weight, rows, edges, False, MODE_SUM, False, flat, True)[0]
-
-
-def _masked_sums(
-    table: Layout, coordinate: Coordinate, weight: torch.Tensor, bags: Bags
-) -> torch.Tensor:
-    """As `_owned_sums`, without data-dependent sizes."""
-    if type(weight.shape[0]) is int and weight.shape[0] == 0:
-        return weight.new_zeros((bags.num_bags, weight.shape[1]))
-    row, skipped = bags.rows(table, coordinate)
-    found = torch.embedding(weight, row).masked_fill(skipped.unsqueeze(-1), 0)
-    if bags.weights is not None:
-        found = found * bags.weights.unsqueeze(-1)
-    if bags.offsets is None:
-        return found.sum(1)
-    # Ids after the last bag are added to an extra one, which is dropped.
-    sums = weight.new_zeros((bags.num_bags + 1, weight.shape[1]))
-    return sums.index_add(0, bags.bag_of(bags.places), found.to(weight.dtype))[: bags.num_bags]
-
-
-# -- the rule --------------------------------------------------------------------------------
 
 POOLED = LocalCall(_pooled, collective=True)
 
 
+def _is_square(call: Call, ids: int) -> bool:
+    """Whether each bag has as many ids: there are no offsets then."""
+    return call.inputs[ids].ndim == 2
+
+
 def _pooled_choices(call: Call) -> Iterator[Choice]:
     """Operands: the table, the ids, and where there are any, the offsets and weights."""
-    out = call.outputs[0]
-    reduced = CollectiveCost("reduce_scatter", num_bytes(out.shape, out.dtype))
-    yield from table_choices(call, POOLED, SUM, together=(reduced,))
-    if call.args[4] == MODE_SUM:
-        for inside in inside_splits(call, 1):
-            yield Choice(batch_placements(call, (REPLICATE,), Shard(1, inside)), (SUM,), POOLED)
-    for choice in linear_choices(call, linear_inputs(call)):
-        if table_stays(call, choice):
-            yield Choice(choice.inputs, choice.outputs, POOLED)
+    line, linear = "[v] d, [n], [e], [n] -> [b] d", ((0,), (3,))
+    if _is_square(call, 1):
+        mean = call.argument("mode") == MODE_MEAN
+        line, linear = f"[v] d, b {'[l]' if mean else 'l'}, b l -> b d", ((0,), (2,))
+    together = _gathered(call, CollectiveCost("reduce_scatter", _num_bytes(call.outputs[0])))
+    return lookup_choices(call, line, POOLED, SUM, linear=linear, together=together)
 
 
-def table_choices(
-    call: Call,
-    local: LocalCall,
-    of_rows: Placement,
-    alone: tuple[CollectiveCost, ...] = (),
-    together: tuple[CollectiveCost, ...] = (),
-) -> Iterator[Choice]:
-    """Operands: the table, the ids, and what else a batch has. A sharded table stays.
-
-    A table of which each rank has some rows gives `of_rows`, after the collectives `alone`; where
-    the batch is sharded too, `together` follow the gathering of ids and weights.
-    """
-
-    def choice(
-        first: Placement, batch: Placement, out: Placement, *moved: CollectiveCost
-    ) -> Choice:
-        inputs = batch_placements(call, (first,), batch)
-        return Choice(inputs, (out,) * len(call.outputs), local, sent=moved)
-
-    found = [choice(REPLICATE, REPLICATE, REPLICATE)]
-    batches = [Shard(0, bags) for bags in bag_splits(call, 1)]
-    ids_sharded = bool(call.placed) and call.placed[1].is_shard() and call.inputs[1].ndim == 2
-    for sizes in call.splits([(0, 0)]):
-        if not ids_sharded:
-            found.append(choice(Shard(0, sizes), REPLICATE, of_rows, *alone))
-        gathered = [
-            CollectiveCost("all_gather", num_bytes(meta.shape, meta.dtype))
-            for meta in call.inputs[1:]
-            if meta.ndim == 2
-        ]
-        found += [choice(Shard(0, sizes), b, b, *gathered, *together) for b in batches]
-    for sizes in call.splits([(0, 1)]):
-        found.append(choice(Shard(1, sizes), REPLICATE, Shard(1, sizes)))
-    found += [choice(REPLICATE, batch, batch) for batch in batches]
-    return (each for each in found if table_stays(call, each))
+def _gathered(call: Call, *after: CollectiveCost) -> tuple[CollectiveCost, ...]:
+    """The collectives where ids are sharded like rows: theirs, and those of their bags."""
+    batch = [meta for meta in call.inputs[1:] if meta.ndim == 2]
+    return (*(CollectiveCost("all_gather", _num_bytes(meta)) for meta in batch), *after)
 
 
-RULES: Table = table(((pooled,), Rule(_pooled_choices, "v d, b ... -> b d")))
+def _num_bytes(meta: Any, dtype: torch.dtype | None = None) -> float:
+    sizes = (size if type(size) is int else 1024 for size in meta.shape)
+    return float(math.prod(sizes) * (dtype or meta.dtype).itemsize)
 
 
-# -- bags of one rank ----------------------------------------------------------------------------
+# -- the gradient of the table ---------------------------------------------------------------
 
 
-MODE_SUM, MODE_MEAN, MODE_MAX = 0, 1, 2
-
-Optional = torch.Tensor | None
-
-
-class Bags(NamedTuple):
-    """The ids of one rank's bags, of shape (bags, ids in each), or flat with offsets.
-
-    Offsets include the end of the last bag; later ids are in no bag. Flat ids without offsets are a
-    bag each. Ids equal to `padding_idx` do not count; it is -1 for none.
-    """
-
-    ids: torch.Tensor
-    offsets: Optional
-    weights: Optional
-    padding_idx: int
-
-    @property
-    def num_bags(self) -> Any:
-        return self.ids.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
-
-    @property
-    def bounds(self) -> torch.Tensor:
-        """Where each bag starts among the flat ids, and where the last one ends."""
-        if self.offsets is not None:
-            return self.offsets
-        num_bags, length = self.ids.shape
-        return torch.arange(num_bags + 1, device=self.ids.device) * length
-
-    @property
-    def single(self) -> bool:
-        """Whether each id is a bag of its own."""
-        return self.offsets is None and self.ids.dim() == 1
-
-    @property
-    def places(self) -> torch.Tensor:
-        """The position of each of the flat ids."""
-        return torch.arange(self.ids.numel(), device=self.ids.device)
-
-    def bag_of(self, places: torch.Tensor) -> torch.Tensor:
-        """The bag of each position; the number of bags for those after the last."""
-        if self.offsets is None:
-            return places if self.ids.dim() == 1 else places // self.ids.shape[1]
-        return torch.searchsorted(self.offsets, places, right=True) - 1
-
-    def sizes(self) -> torch.Tensor:
-        """The number of ids of each bag that count, at least 1, as a column."""
-        edges = self.bounds
-        if self.padding_idx >= 0:
-            real = self.ids.reshape(-1) != self.padding_idx
-            edges = torch.nn.functional.pad(real.cumsum(0), (1, 0))[edges]
-        return edges.diff().clamp(min=1).unsqueeze(-1)
-
-    def skipped(self, foreign: torch.Tensor) -> torch.Tensor:
-        """Which ids do not count: those of other ranks, and padding."""
-        return foreign | (self.ids == self.padding_idx) if self.padding_idx >= 0 else foreign
-
-    def rows(self, table: Layout, coordinate: Coordinate) -> tuple[torch.Tensor, torch.Tensor]:
-        """The local row of each id, and which do not count here (their row is arbitrary)."""
-        row, foreign = local_rows(table, coordinate, self.ids)
-        return row, self.skipped(foreign)
+def sparse_pooled_grad(grad: torch.Tensor, *batch: Any) -> tuple[Any]:
+    """As `pooled_grad`; on DTensors, one SparseRows."""
+    return (pooled_grad(grad, *batch),)
 
 
-def batch_placements(
-    call: Call, first: Sequence[Placement], placement: Placement
-) -> tuple[Placement, ...]:
-    """Placements of an op's inputs: `first`, then `placement` for ids and their weights."""
-    rest = len(call.inputs) - len(first)
-    if rest == 3:
-        return (*first, placement, REPLICATE, placement)
-    has_offsets = call.args[len(first) + 1] is not None
-    return (*first, placement, *((REPLICATE if has_offsets else placement,) * (rest - 1)))
+def _pooled_grad(
+    layouts: Sequence[Layout],
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    offsets: Optional,
+    weights: Optional,
+    num_rows: int,
+    *options: Any,
+    sparse: bool = False,
+) -> Any:
+    table, compute = layouts[-1], row_grads if sparse else pooled_grad
+
+    def here(coordinate: Coordinate, *tensors: Any) -> Any:
+        mine = table.local_shape(coordinate)[0]
+        return compute(*tensors, mine, *options, first_row(table, coordinate))
+
+    found = each_rank(table.grid, here, grad, ids, offsets, weights, axes=table.axes_of(0))
+    return (SparseRows(table, *found),) if sparse else found
 
 
-def bag_splits(call: Call, number: int) -> list[tuple[int, ...] | None]:
-    """How the bags may be sharded: not at all with offsets."""
-    return call.splits([(number, 0)]) if call.inputs[number].ndim == 2 else []
+POOLED_GRAD = LocalCall(_pooled_grad, collective=True)
+SPARSE_POOLED_GRAD = LocalCall(functools.partial(_pooled_grad, sparse=True), collective=True)
 
 
-def inside_splits(call: Call, number: int) -> list[tuple[int, ...] | None]:
-    """How the ids may be sharded inside bags, for sums."""
-    return call.splits([(number, 1)]) if call.inputs[number].ndim == 2 else []
+def _pooled_grad_choices(call: Call) -> Iterator[Choice]:
+    """Operands: the gradient of the bags, the ids, and where there are any, offsets and weights."""
+    mode, _, by_freq = call.args[5:]
+    line, linear = "[b] d, [n], [e], [n] -> v d", ((0,), (3,))
+    if _is_square(call, 1):
+        line, linear = f"b d, b {'[l]' if mode == MODE_MEAN else 'l'}, b l -> v d", ((0,), (2,))
+    local = POOLED_GRAD if call.op is pooled_grad else SPARSE_POOLED_GRAD
+    reduce_op = None if by_freq else "sum"  # a frequency is that among the ids of all ranks
+    return gradient_choices(call, line, local, linear=linear, reduce_op=reduce_op)
 
 
-def linear_inputs(call: Call) -> tuple[tuple[int, ...], ...]:
-    """Groups of inputs in which the op is linear: the first, and the weights of the samples."""
-    has_weights = call.args[3] is not None
-    return ((0,), (len(call.inputs) - 1,)) if has_weights else ((0,),)
+# -- the gradient of the weights of ids ------------------------------------------------------
 
 
-# -- fused bags ----------------------------------------------------------------------------------
-# One rank's bags on a GPU, with the fused kernels.
-#
-# Results are those of torch's kernels, with sums in float32 in a deterministic order; no tensor of
-# size (ids, width of the table) is written. `first_row` is the global number of this rank's first
-# row; ids of other rows are skipped. All ids are in range: that was checked before.
+def _sample_grad(layouts: Sequence[Layout], *args: Any) -> torch.Tensor:
+    table, (*tensors, padding_idx) = layouts[1], args
+
+    def here(coordinate: Coordinate, *tensors: Any) -> torch.Tensor:
+        return rank_bags.sample_grad(*tensors, padding_idx, first_row(table, coordinate))
+
+    return each_rank(table.grid, here, *tensors, axes=table.axes_of(0))
 
 
-def take_table(weight: torch.Tensor) -> bool:
-    """Whether the kernels take this table."""
-    return take_grad(weight) and weight.is_contiguous()
+SAMPLE_GRAD = LocalCall(_sample_grad, collective=True)
 
 
-def take_grad(values: torch.Tensor) -> bool:
-    """Whether the kernels take this gradient of bags."""
-    return (
-        values.is_cuda
-        and type(values) in (torch.Tensor, torch.nn.Parameter)  # not in a traced graph
-        and values.dtype in DTYPES
-        and _has_triton()
-    )
+def _sample_grad_choices(call: Call) -> Iterator[Choice]:
+    """Operands: the gradient of the bags, the table, the ids, and the offsets if there are any."""
+    line = "b d, v d, b l -> b l" if _is_square(call, 2) else "[b] d, v d, [n], [e] -> [n]"
+    for choice in table_stays(pattern_choices(parse(line), call, ((0,), (1,))), call, 1):
+        yield replace(choice, local=SAMPLE_GRAD)
 
 
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+# -- bags pooled by maximum ----------------------------------------------------------------------
+# With sharded rows, ranks agree on the largest entry of each column, then on the first id that has
+# it: two all-reduces. The gradient goes to that id alone.
 
 
-@cache
-def _sets() -> KnownSets:
-    # Imported here and below, since it needs Triton.
-    from shardwise.kernels.tables import KnownSets
-
-    return KnownSets()
-
-
-def fused_sums(weight: torch.Tensor, bags: Bags, first_row: int, mode: int) -> torch.Tensor:
-    """The sum or mean of the local rows of each bag."""
-    from shardwise.kernels.lookup import pooled_lookup
-
-    if not weight.shape[1]:
-        return weight.new_zeros((bags.num_bags, 0))
-    tables = _sets().of([weight], (first_row,))
-    by_length = mode == MODE_MEAN and bags.padding_idx < 0
-    divided = mode == MODE_MEAN and not by_length
-    out, _ = pooled_lookup(
-        tables,
-        _as_kernels_take_them(tables, bags),
-        mode="mean" if by_length else "sum",
-        weights=_flat(bags.weights),
-        dtype=torch.float32 if divided else weight.dtype,
-    )
-    out = out.view(bags.num_bags, weight.shape[1])
-    return out.div_(bags.sizes()).to(weight.dtype) if divided else out
-
-
-def largest(weight: torch.Tensor, bags: Bags, first_row: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest value of each bag and column, and its first position.
-
-    A bag without local rows is -inf, with the number of ids as position.
-    """
-    from shardwise.kernels.lookup import pooled_lookup
-
-    shape = (bags.num_bags, weight.shape[1])
-    if not shape[1]:
-        return weight.new_zeros(shape), bags.ids.new_zeros(shape, dtype=torch.int64)
-    tables = _sets().of([weight], (first_row,))
-    out, trace = pooled_lookup(
-        tables, _as_kernels_take_them(tables, bags), mode="max", trace=True, dtype=weight.dtype
-    )
-    assert trace is not None, "requested"
-    assert trace.argmax is not None, "a maximum has it"
-    place = trace.argmax.view(shape).long()
-    none = place < 0
-    return (
-        out.view(shape).masked_fill_(none, -math.inf),
-        place.masked_fill_(none, bags.ids.numel()),
-    )
-
-
-def table_grad(
-    grad: torch.Tensor, bags: Bags, first_row: int, num_rows: int, mode: int
-) -> torch.Tensor:
-    """The gradient of this rank's rows."""
-    from shardwise.kernels.lookup import noted
-    from shardwise.kernels.tables import TableSet
-    from shardwise.kernels.update import add_gradients
-
-    found = grad.new_zeros((num_rows, grad.shape[1]))
-    if not grad.shape[1]:
-        return found
-    tables = TableSet([found], [0], [first_row])
-    given = _as_kernels_take_them(tables, bags)
-    trace = noted(tables, given, weights=_flat(bags.weights), all_in_bags=bags.offsets is None)
-    add_gradients(tables, trace, _per_id(grad, bags, mode))
-    return found
-
-
-def row_grads(
-    grad: torch.Tensor, bags: Bags, rows: torch.Tensor, places: torch.Tensor, mode: int
+def largest(
+    weight: torch.Tensor, ids: torch.Tensor, offsets: Optional, padding_idx: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distinct rows that were looked up, and their gradients.
-
-    `rows` are those of the ids that count, at the positions `places`.
-    """
-    from shardwise.kernels.lookup import Trace
-    from shardwise.kernels.update import row_sums
-
-    if not grad.shape[1]:
-        return rows, grad.new_zeros((rows.shape[0], 0))
-    weights = None if bags.weights is None else _flat(bags.weights)[places].float()
-    trace = Trace(rows, bags.bag_of(places) * grad.shape[1], weights, None)
-    found, values = row_sums(trace, _per_id(grad, bags, mode), grad.shape[1], grad.dtype)
-    return found, values
+    """The largest entry of each bag and column, and the id it is of; 0 and -1 for an empty bag."""
+    bags = Bags(ids, offsets, None, padding_idx)
+    return _winners(*rank_bags.largest(weight, bags, None), ids)
 
 
-def sample_grad(
-    grad: torch.Tensor, weight: torch.Tensor, bags: Bags, first_row: int
-) -> torch.Tensor:
-    """The dot product of each id's row with its bag's gradient; 0 for rows of other ranks."""
-    from shardwise.kernels.lookup import per_sample_weight_grads
-
-    if not weight.shape[1]:
-        return grad.new_zeros(bags.ids.shape)
-    tables = _sets().of([weight], (first_row,))
-    given = _as_kernels_take_them(tables, bags)
-    found = per_sample_weight_grads(tables, given, grad.contiguous().view(-1))
-    return found.to(grad.dtype).view(bags.ids.shape)
+def _winners(
+    best: torch.Tensor, place: torch.Tensor, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    flat = ids.reshape(-1)
+    empty = place == flat.shape[0]
+    padded = torch.nn.functional.pad(flat, (0, 1), value=-1)
+    return best.masked_fill(empty, 0), padded[place]
 
 
-def _as_kernels_take_them(tables: TableSet, bags: Bags) -> IdBags:
-    from shardwise.kernels.tables import IdBags, first_bags, one_after_another
+def _largest(
+    layouts: Sequence[Layout],
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    offsets: Optional,
+    padding_idx: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    table, (out, won) = layouts[0], layouts[-2:]
+    grid, row_axes = table.grid, table.axes_of(0)
+    met = shared_axes(table, layouts[1])
+    ids, ids_layout = everywhere(ids, layouts[1], met)
+    _check(table, ids, ids_layout, offsets)
 
-    ids = bags.ids
-    if bags.padding_idx >= 0:
-        ids = ids.masked_fill(ids == bags.padding_idx, -1)  # no rank's row
-    count = (bags.num_bags,)
-    return IdBags(
-        _flat(ids),
-        bags.bounds.contiguous(),
-        first_bags(count, tables.device),
-        bags.num_bags,
-        one_after_another(tables, count),
+    def here(
+        coordinate: Coordinate, weight: torch.Tensor, ids: torch.Tensor, offsets: Optional
+    ) -> Any:
+        bags = Bags(ids, offsets, None, padding_idx)
+        return rank_bags.largest(weight, bags, first_row(table, coordinate))
+
+    best, place = each_rank(grid, here, weight, ids, offsets, axes=row_axes)
+    if row_axes:
+        best, place = _agreed(table, best, place, ids)
+    values, ids_won = each_rank(grid, lambda _, *t: _winners(*t), best, place, ids, axes=())
+    return back(values, met, REPLICATE, out), back(ids_won, met, REPLICATE, won)
+
+
+def _agreed(
+    table: Layout, mine: torch.Tensor, place: torch.Tensor, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of all ranks' entries, and its first position."""
+
+    def stands(_: Coordinate, best: torch.Tensor, mine: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return torch.where(best == mine, rest[0], rest[1].numel())
+
+    best = mine
+    for axis in table.axes_of(0):
+        best = collectives.all_reduce(best, "max", table.grid, axis)
+    place = each_rank(table.grid, stands, best, mine, place, ids, axes=())
+    for axis in table.axes_of(0):
+        place = collectives.all_reduce(place, "min", table.grid, axis)
+    return best, place
+
+
+LARGEST = LocalCall(_largest, collective=True)
+
+
+def _largest_choices(call: Call) -> Iterator[Choice]:
+    """Operands: the table, the ids, and perhaps offsets."""
+    square = _is_square(call, 1)
+    line = (
+        f"[v] d, {'b [l]' if square else '[n], [e]'} -> {'b d, b d' if square else '[b] d, [b] d'}"
+    )
+    agreed = tuple(
+        CollectiveCost("all_reduce", _num_bytes(call.outputs[0], dtype))
+        for dtype in (None, torch.int64)
+    )
+    together = _gathered(call, *agreed)
+    return lookup_choices(
+        call, line, LARGEST, REPLICATE, linear=(), alone=agreed, together=together
     )
 
 
-def _per_id(grad: torch.Tensor, bags: Bags, mode: int) -> torch.Tensor:
-    """The gradient that each bag passes to each of its ids, flat."""
-    if mode == MODE_MEAN:
-        grad = grad.float() / bags.sizes()
-    return grad.contiguous().view(-1)
+def largest_grad(
+    grad: torch.Tensor, won: torch.Tensor, num_rows: int, first_row: int | None = None
+) -> torch.Tensor:
+    """The gradient of the table: that of a bag's column goes to the id that had the largest."""
+    found = grad.new_zeros((num_rows, grad.shape[1]))
+    if type(num_rows) is int and num_rows == 0:
+        return found
+    shifted = won if first_row is None else won - first_row
+    row = shifted.clamp(0, num_rows - 1)
+    return found.scatter_add(0, row.long(), grad.masked_fill((shifted != row) | (won < 0), 0))
 
 
-def _flat(x: Any) -> Any:
-    return None if x is None else x.reshape(-1).contiguous()
+def _largest_grad(
+    layouts: Sequence[Layout], grad: torch.Tensor, won: torch.Tensor, num_rows: int
+) -> torch.Tensor:
+    table = layouts[-1]
+
+    def here(coordinate: Coordinate, grad: torch.Tensor, won: torch.Tensor) -> torch.Tensor:
+        return largest_grad(
+            grad, won, table.local_shape(coordinate)[0], first_row(table, coordinate)
+        )
+
+    return each_rank(table.grid, here, grad, won, axes=table.axes_of(0))
+
+
+LARGEST_GRAD = LocalCall(_largest_grad, collective=True)
+
+
+def _largest_grad_choices(call: Call) -> Iterator[Choice]:
+    """Operands: the gradient of the bags, and the ids that had the largest."""
+    return gradient_choices(call, "b d, b d -> v d", LARGEST_GRAD)
+
+
+RULES: Table = table(
+    ((pooled,), Rule(_pooled_choices, "v d, b ... -> b d")),
+    ((pooled_grad, sparse_pooled_grad), Rule(_pooled_grad_choices, "b d, b ... -> v d")),
+    ((rank_bags.sample_grad,), Rule(_sample_grad_choices, "b d, v d, b ... -> b ...")),
+    ((largest,), Rule(_largest_choices, "v d, b ... -> b d, b d")),
+    ((largest_grad,), Rule(_largest_grad_choices, "b d, b d -> v d")),
+)

@@ -10,6 +10,7 @@ needs.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,14 +19,15 @@ from typing import Any
 import torch
 
 from shardwise.comm.collectives import collective_s
-from shardwise.comm.watch import watch
+from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placements import SUM, Shard
 from shardwise.core.sizes import shard_range
 from shardwise.core.untraced import SkipsNone, UntracedFunction, differentiated_once
+from shardwise.dispatch.propagate import forbid_sent
 from shardwise.dispatch.rule import Call, Choice, CollectiveCost, LocalCall, Rule, Table, table
-from shardwise.dtensor.autograd import direct_apply, gradient_layout
+from shardwise.dtensor.autograd import direct_apply, gradient_layout, placed_like, redistribute
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import ArgumentError, BatchError, MixedTensorsError, UnsupportedError
 from shardwise.lookup.exchange import Routing, route
@@ -38,56 +40,35 @@ from shardwise.lookup.ids import (
     sharded_axes,
     widened,
 )
-from shardwise.ops.lookup.bag_grads import (
-    largest,
-    largest_grad,
+from shardwise.ops.lookup.bag_rules import largest, largest_grad, sparse_pooled_grad
+from shardwise.ops.lookup.embedding_rules import (
+    ROWS,
+    back,
+    everywhere,
+    lookup,
+    lookup_choices,
     lookup_grad_choices,
-    pooled_grad,
-    sample_grad,
+    mask_partial,
+    shared_axes,
     table_grad,
 )
-from shardwise.ops.lookup.bag_rules import (
+from shardwise.ops.lookup.rank_bags import (
     MODE_MAX,
     MODE_MEAN,
     MODE_SUM,
-    everywhere,
     pooled,
-    shared_axes,
-    with_placement,
+    pooled_grad,
+    sample_grad,
 )
-from shardwise.ops.lookup.embedding_rules import SparseRows, lookup, lookup_choices, table_stays
 from shardwise.ops.lookup.row_sparse import RowSparse
 from shardwise.ops.operands import all_distributed, are_distributed
-from shardwise.redistribute.execute import execute
-from shardwise.redistribute.steps import find_steps
+from shardwise.redistribute.steps import local_bytes
 from shardwise.simulation.ranks import each_rank
 
 aten = torch.ops.aten
 _table_lookup = aten.embedding.default
 _table_grad = aten.embedding_dense_backward.default
 _ID_BYTES = 8
-
-
-class RoutingArg:
-    """Passes a routing to a planned call. All are equal in a key: the plan does not depend on it.
-
-    Emptied after the call, since the plan cache keeps the first one. Without one, ids are exchanged
-    again.
-    """
-
-    __slots__ = ("routing",)
-
-    def __init__(self, routing: Routing | None) -> None:
-        self.routing = routing
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is RoutingArg
-
-    def __hash__(self) -> int:
-        return hash(RoutingArg)
-
-    def __repr__(self) -> str:
-        return "RoutingArg()"
 
 
 def both_sharded(weight: Layout, ids: Layout) -> bool:
@@ -162,8 +143,7 @@ def _gathered(
     table, ids_layout, out = layouts
     met = shared_axes(table, ids_layout)
     all_ids, there = everywhere(ids, ids_layout, met)
-    rows = lookup((table, there), weight, all_ids)
-    return execute(rows, find_steps(with_placement(out, met, SUM), out)), None
+    return back(lookup((table, there), weight, all_ids), met, SUM, out), None
 
 
 EXCHANGED = LocalCall(_exchanged, collective=True)
@@ -172,36 +152,17 @@ GATHERED = LocalCall(_gathered, collective=True)
 
 def _routed_choices(call: Call) -> Iterator[Choice]:
     """Operands: the table and the ids."""
-    ids = call.inputs[1]
-    static = call.args[2]
-    locals_ = (GATHERED,) if static else (EXCHANGED, GATHERED)
-    ids_stay = not call.placed or not call.placed[1].is_shard()
-    for choice in lookup_choices(call):
-        # With sharded ids, the rows are sharded like the ids: see below.
-        if ids_stay or not choice.inputs[0].is_shard(0):
-            for local in locals_:
-                yield replace(choice, local=local)
-    for rows in call.splits([(0, 0)]):
-        for dim in range(ids.ndim):
-            for sizes in call.splits([(1, dim)]):
-                batch = Shard(dim, sizes)
-                for local, sent in zip(locals_[::-1], _sent(call), strict=False):
-                    choice = Choice(
-                        (Shard(0, rows), batch),
-                        (batch,),
-                        local,
-                        alone=((0, 0),) if local is EXCHANGED else (),
-                        sent=sent,
-                    )
-                    if table_stays(call, choice):
-                        yield choice
-
-
-def _sent(call: Call) -> tuple[tuple[CollectiveCost, ...], tuple[CollectiveCost, ...]]:
     weight, ids = call.inputs
     num_ids = math.prod(s if type(s) is int else 1024 for s in ids.shape)
     columns = weight.shape[1] if type(weight.shape[1]) is int else 64
-    return _ways(num_ids, num_ids, columns * weight.dtype.itemsize, max(call.axis_size, 1))
+    row_bytes = columns * weight.dtype.itemsize
+    gathering, exchanging = _ways(num_ids, num_ids, row_bytes, max(call.axis_size, 1))
+    of_rows = mask_partial(call)
+    yield from lookup_choices(call, ROWS, GATHERED, of_rows, together=gathering)
+    if not call.args[2]:
+        for choice in lookup_choices(call, ROWS, EXCHANGED, of_rows, together=exchanging):
+            # Along the axis on which ids are exchanged alone.
+            yield replace(choice, alone=((0, 0),)) if choice.sent else choice
 
 
 def _ways(
@@ -225,83 +186,47 @@ def _ways(
 # -- backward --------------------------------------------------------------------------------
 
 
-def lookup_grad(
-    grad: torch.Tensor,
-    ids: torch.Tensor,
-    num_rows: int,
-    padding_idx: int,
-    by_freq: bool = False,
-    sparse: bool = False,
-    routing_arg: RoutingArg | None = None,
+def sparse_grad(
+    grad: torch.Tensor, ids: torch.Tensor, num_rows: int, padding_idx: int, by_freq: bool
 ) -> Any:
-    """The gradient of a table; where ids were exchanged, each row's is sent to its owner.
+    """The gradient of a table whose rows were looked up; on DTensors, one SparseRows."""
+    return (_table_grad(grad, ids, num_rows, padding_idx, by_freq),)
 
-    With `sparse`, on DTensors, it is one SparseRows.
-    """
-    whole = _table_grad(grad, ids, num_rows, padding_idx, by_freq)
-    return (whole,) if sparse else whole
+
+SPARSE_GRAD = LocalCall(functools.partial(table_grad, sparse=True), collective=True)
+
+
+def _sparse_grad_choices(call: Call) -> Iterator[Choice]:
+    return lookup_grad_choices(call, SPARSE_GRAD)
 
 
 def _returned(
-    layouts: Sequence[Layout],
-    grad: torch.Tensor,
-    ids: torch.Tensor,
-    num_rows: int,
-    padding_idx: int,
-    by_freq: bool = False,
-    sparse: bool = False,
-    routing_arg: RoutingArg | None = None,
+    grad: Any, route: tuple[Layout, Routing], layout: Layout, padding_idx: int, sparse: bool
 ) -> Any:
-    table = layouts[-1]
-    routing = None if routing_arg is None else routing_arg.routing
-    if routing is None and routing_arg is not None and _exchanges(table, layouts[1]):
-        routing = _route(table, layouts[1], ids)
-    if routing is None:
-        if met := shared_axes(table, layouts[1]):
-            grad, _ = everywhere(grad, layouts[0], met)
-            ids, _ = everywhere(ids, layouts[1], met)
-        return table_grad((table,), grad, ids, num_rows, padding_idx, by_freq, sparse)
+    """The gradient of a table in this layout: each row's is sent to its owner, as its id was.
 
-    def flat(_: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return grad.reshape(ids.numel(), grad.shape[-1])
+    `route` is the layout of the rows that were looked up, and the way that their ids took.
+    """
+    looked_up, routing = route
+    grad = redistribute(grad, placed_like(looked_up, grad._layout))
+    if watch.strict:
+        sent = CollectiveCost("all_to_all", local_bytes(grad._layout))
+        forbid_sent(_table_grad, (grad._layout,), ((routing.axis, sent),))
+    # Over an axis that shards the ids alone, each rank has terms of the gradient.
+    placements = tuple(
+        own if own.is_shard() or not of_rows.is_shard() else SUM
+        for own, of_rows in zip(layout.placements, looked_up.placements, strict=True)
+    )
+    layout = layout.with_placements(placements, layout.order)
 
-    def rows(coordinate: Coordinate, values: torch.Tensor, asked: torch.Tensor) -> Any:
-        mine = asked - table.box(coordinate)[0][0]
-        if padding_idx >= 0:
-            real = (asked != padding_idx).nonzero().squeeze(1)
-            mine, values = mine.index_select(0, real), values.index_select(0, real)
-        return mine, values
+    def flat(_: Coordinate, grad: torch.Tensor) -> torch.Tensor:
+        return grad.reshape(-1, grad.shape[-1])
 
-    def dense(coordinate: Coordinate, mine: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        shape = (table.local_shape(coordinate)[0], values.shape[-1])
-        return values.new_zeros(shape).index_add_(0, mine, values)
-
-    arrived = routing.hand_in(each_rank(table.grid, flat, grad, ids, axes=()))
-    row_axes = table.axes_of(0)
-    mine, values = each_rank(table.grid, rows, arrived, routing.asked, axes=row_axes)
-    if sparse:
-        return (SparseRows(table, mine, values),)
-    return each_rank(table.grid, dense, mine, values, axes=row_axes)
-
-
-RETURNED = LocalCall(_returned, collective=True)
-
-
-def _returned_choices(call: Call) -> Iterator[Choice]:
-    """Operands: the gradient of the rows that were looked up, and the ids."""
-    wanted = call.wanted[0] if call.wanted else None
-    was_exchanged = call.argument("routing_arg") is not None
-    if not was_exchanged or not (isinstance(wanted, Shard) and wanted.dim == 0):
-        yield from lookup_grad_choices(call, RETURNED, call.argument("by_freq"))
-        return
-    grad, ids = call.inputs
-    row_bytes = math.prod(grad.shape) * grad.dtype.itemsize / max(call.axis_size, 1)
-    for dim in range(ids.ndim):
-        for sizes in call.splits([(1, dim)]):
-            batch = Shard(dim, sizes)
-            yield Choice(
-                (batch, batch), (wanted,), RETURNED, sent=(CollectiveCost("all_to_all", row_bytes),)
-            )
+    with because(_table_grad, implicit=True):
+        arrived = routing.hand_in(each_rank(layout.grid, flat, grad._local, axes=()))
+    options = (layout.shape[0], padding_idx, False, sparse)
+    found = table_grad((layout,), arrived, routing.asked, *options)
+    return found if sparse else DTensor._wrap(found, layout)
 
 
 class EmbeddingLookup(UntracedFunction):
@@ -311,7 +236,8 @@ class EmbeddingLookup(UntracedFunction):
         rows, routing = _look_up(weight, ids)
         ctx.save_for_backward(ids)
         by_freq = options[1]
-        ctx.plan = (gradient_layout(weight._layout), options, None if by_freq else routing)
+        route = None if by_freq or routing is None else (rows._layout, routing)
+        ctx.plan = (gradient_layout(weight._layout), options, route)
         return rows
 
     @staticmethod
@@ -319,18 +245,16 @@ class EmbeddingLookup(UntracedFunction):
         if grad is None:
             return None, None, None
         (ids,) = ctx.saved_tensors
-        layout, (padding_idx, by_freq, sparse), routing = ctx.plan
-        num_rows = layout.shape[0]
+        layout, (padding_idx, by_freq, sparse), route = ctx.plan
+        options = (layout.shape[0], padding_idx, by_freq)
         if torch.is_grad_enabled() and not sparse:  # double backward
             found = LookupGrad.apply(grad, ids, layout, padding_idx, by_freq)
-        elif routing is not None or sparse:
-            routing_arg = None if routing is None else RoutingArg(routing)
-            options = (num_rows, padding_idx, by_freq, sparse, routing_arg)
-            found = run(lookup_grad, grad, ids, *options, preferred=layout)
-            if routing_arg is not None:
-                routing_arg.routing = None
+        elif route is not None:
+            found = _returned(grad, route, layout, padding_idx, sparse)
         else:
-            found = run(_table_grad, grad, ids, num_rows, padding_idx, by_freq, preferred=layout)
+            found = run(
+                sparse_grad if sparse else _table_grad, grad, ids, *options, preferred=layout
+            )
         return RowSparse.of(*found) if sparse else found, None, None
 
 
@@ -384,8 +308,8 @@ def embedding(
 
 
 RULES: Table = table(
-    ((routed_lookup,), Rule(_routed_choices, "v d, ... -> ... d")),
-    ((lookup_grad,), Rule(_returned_choices, "... d, ... -> v d")),
+    ((routed_lookup,), Rule(_routed_choices, ROWS)),
+    ((sparse_grad,), Rule(_sparse_grad_choices, "... d, ... -> v d")),
 )
 
 
@@ -467,8 +391,9 @@ class Pooled(SkipsNone):
         for_weight, _, _, for_weights = ctx.needs_input_grad[:4]
         found = along = None
         if for_weight:
-            options = (layout.shape[0], mode, padding_idx, by_freq, sparse)
-            found = run(pooled_grad, grad, ids, offsets, weights, *options, preferred=layout)
+            options = (layout.shape[0], mode, padding_idx, by_freq)
+            op = sparse_pooled_grad if sparse else pooled_grad
+            found = run(op, grad, ids, offsets, weights, *options, preferred=layout)
             found = RowSparse.of(*found) if sparse else found
         if for_weights:
             along = run(sample_grad, grad, weight, ids, offsets, padding_idx)
@@ -515,6 +440,11 @@ def embedding_bag(
     if per_sample_weights is not None and mode != MODE_SUM:
         raise ArgumentError(
             f"embedding_bag takes per_sample_weights with mode='sum' only, found mode {mode}."
+        )
+    if per_sample_weights is not None and per_sample_weights.dtype != weight.dtype:
+        raise RuntimeError(
+            f"embedding_bag expects per_sample_weights to have the same type as the table, "
+            f"{weight.dtype}, found {per_sample_weights.dtype}."
         )
     ids, offsets = promoted(ids, offsets)
     if (fault := dtype_fault(ids, "ids")) is not None:

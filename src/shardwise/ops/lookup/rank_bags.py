@@ -1,0 +1,355 @@
+"""One rank's bags: the sums of their rows, gradients, and the largest entries.
+
+A rank may have some rows of a table. Ids count in the whole table, of which `first_row` is the
+first row here; it is None where all rows are. The engine's kernels do the work: on a CPU they get
+the ids that count here, on a GPU all ids, of which they skip the others.
+
+Note [One op of a graph]
+How many ids count here is data-dependent. In a traced graph such a function is one op, and runs as
+in eager code; only the length of a sparse gradient is unknown there.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise._torch.functions import check_size
+from shardwise.lookup.backends.backend import Backend, PartQuery, Query
+from shardwise.lookup.backends.registry import ByDevice, make_backend
+from shardwise.lookup.backends.torch_kernels import bag_of_id, products_of_rows
+from shardwise.lookup.ids import has_values
+from shardwise.lookup.ids import places as true_places
+from shardwise.lookup.optimizers import SGD, RowUpdate
+
+MODE_SUM, MODE_MEAN, MODE_MAX = 0, 1, 2
+
+Optional = torch.Tensor | None
+
+_BY_DEVICE, _TORCH = ByDevice(), make_backend("torch")
+
+
+def fused_backend(values: torch.Tensor) -> Backend | None:
+    """The fused kernels of a GPU, if they take this table or this gradient of one."""
+    if not values.is_cuda or type(values) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    found = _BY_DEVICE.serving(values)
+    return found if getattr(found, "is_fused", False) and values.is_contiguous() else None
+
+
+class Bags(NamedTuple):
+    """Ids of shape (bags, ids in each), or flat with offsets.
+
+    Offsets include the end of the last bag; later ids are in no bag. Flat ids without offsets are a
+    bag each. Ids equal to `padding_idx` do not count; it is -1 for none.
+    """
+
+    ids: torch.Tensor
+    offsets: Optional
+    weights: Optional
+    padding_idx: int
+
+    @property
+    def num_bags(self) -> Any:
+        return self.ids.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
+
+    @property
+    def single(self) -> bool:
+        """Whether each id is a bag of its own."""
+        return self.offsets is None and self.ids.dim() == 1
+
+    @property
+    def bounds(self) -> torch.Tensor:
+        """Where each bag starts among the flat ids, and where the last one ends."""
+        if self.offsets is not None:
+            return self.offsets.long()
+        step = self.ids.shape[1] if self.ids.dim() == 2 else 1
+        return torch.arange(self.num_bags + 1, device=self.ids.device) * step
+
+    @property
+    def places(self) -> torch.Tensor:
+        """The position of each of the flat ids."""
+        return torch.arange(self.ids.numel(), device=self.ids.device)
+
+    def bag_of(self, places: torch.Tensor) -> torch.Tensor:
+        """The bag of each position; the number of bags for those after the last."""
+        if self.offsets is None:
+            return places if self.single else places // self.ids.shape[1]
+        return torch.searchsorted(self.offsets, places, right=True) - 1
+
+    def averaged(self, rows: torch.Tensor) -> torch.Tensor:
+        """A row of each bag, divided by the number of its ids that count, on all ranks."""
+        edges = self.bounds
+        if self.padding_idx >= 0:
+            real = self.ids.reshape(-1) != self.padding_idx
+            edges = torch.nn.functional.pad(real.cumsum(0), (1, 0))[edges]
+        return rows / edges.diff().clamp(min=1).unsqueeze(-1)
+
+    def query(self, num_rows: int, first_row: int | None) -> tuple[Query, Optional]:
+        """The ids that count here, as rows of this rank; and their positions, None for all."""
+        flat, weights = self.ids.reshape(-1), _flat(self.weights)
+        if self.offsets is not None:  # later ids are in no bag
+            end = int(self.offsets[-1]) if self.num_bags else 0
+            flat, weights = flat[:end], None if weights is None else weights[:end]
+        keep = None
+        if first_row is not None:
+            keep = (flat >= first_row) & (flat < first_row + num_rows)
+        if self.padding_idx >= 0:
+            real = flat != self.padding_idx
+            keep = real if keep is None else keep & real
+        if keep is None:
+            return Query(flat, None if self.single else self.bounds.diff(), weights), None
+        places = true_places(keep)
+        rows = flat.index_select(0, places)
+        return Query(
+            rows - first_row if first_row else rows,
+            torch.searchsorted(places, self.bounds).diff(),
+            None if weights is None else weights.index_select(0, places),
+        ), places
+
+    def fused_query(self, first_row: int | None) -> PartQuery:
+        """All ids, for kernels that skip those that do not count here."""
+        ids = self.ids.reshape(-1)
+        if self.padding_idx >= 0:
+            ids = ids.masked_fill(ids == self.padding_idx, -1)  # no rank's row
+        lengths = None if self.single else self.bounds.diff()
+        return PartQuery(ids, lengths, _flat(self.weights), first_row=first_row or 0)
+
+
+def _flat(x: Optional) -> Optional:
+    return None if x is None else x.reshape(-1).contiguous()
+
+
+def times(rows: torch.Tensor) -> torch.Tensor:
+    """For each entry of `rows`, how often its row occurs."""
+    _, inverse, counts = torch.unique(rows, return_inverse=True, return_counts=True)
+    return counts[inverse]
+
+
+# -- one op of a graph ---------------------------------------------------------------------------
+
+_library = torch.library.Library("shardwise", "FRAGMENT")
+_Fn = Callable[..., Any]
+
+
+def _one_op(schema: str, shapes: _Fn, ids_at: int = 1) -> Callable[[_Fn], _Fn]:
+    """Decorates a function with the ids at this place; see Note [One op of a graph]."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    torch.library.register_fake(f"shardwise::{name}", shapes, lib=_library)
+
+    def decorate(fn: _Fn) -> _Fn:
+        def kernel(*args: Any) -> Any:
+            found = fn(*args)  # rows and values may be arguments, which an op must not return
+            return tuple(x.clone() for x in found) if isinstance(found, tuple) else found
+
+        _library.impl(name, kernel, "CompositeExplicitAutograd")
+        op = getattr(torch.ops.shardwise, name)
+
+        @functools.wraps(fn)
+        def run(*args: Any) -> Any:
+            ids = args[ids_at]
+            return (fn if has_values(ids) and not ids.is_meta else op)(*args)
+
+        return run
+
+    return decorate
+
+
+def unknown_length(traced: Any) -> Any:
+    """An unbacked length, which is known when the graph runs.
+
+    Torch offers these to fake implementations only with a compiler setting for data-dependent
+    sizes. That is for sizes that a program computes with; nothing is computed with these.
+    """
+    shape_env = traced.fake_mode.shape_env
+    length = shape_env.create_unbacked_symint()
+    check_size(length >= 0)
+    return length
+
+
+# -- sums, and their gradients -------------------------------------------------------------------
+
+
+def _sums_shape(weight: torch.Tensor, ids: torch.Tensor, offsets: Optional, *_: Any) -> Any:
+    return weight.new_empty((Bags(ids, offsets, None, -1).num_bags, weight.shape[1]))
+
+
+@_one_op(
+    "bags(Tensor table, Tensor ids, Tensor? offsets, Tensor? weights, int mode, int padding_idx, "
+    "SymInt? first_row=None) -> Tensor",
+    _sums_shape,
+)
+def pooled(
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    offsets: Optional,
+    weights: Optional,
+    mode: int,
+    padding_idx: int,
+    first_row: int | None = None,
+) -> torch.Tensor:
+    """The sum of each bag's rows that are here, or their term of its mean."""
+    bags = Bags(ids, offsets, weights, padding_idx)
+    if not weight.numel():
+        return weight.new_zeros((bags.num_bags, weight.shape[1]))
+    fused = fused_backend(weight)
+    if fused is not None:
+        found = fused.look_up(weight, bags.fused_query(first_row))
+    else:
+        found = _TORCH.look_up(weight, bags.query(weight.shape[0], first_row)[0])
+    return bags.averaged(found).to(weight.dtype) if mode == MODE_MEAN else found
+
+
+def _add_at_rate_one() -> RowUpdate:
+    optimizer = SGD(lr=1)
+    optimizer.lr = -1
+    return RowUpdate(optimizer, {}, 1)
+
+
+#: The gradient of a table is what this step makes of zeros.
+_ADD = _add_at_rate_one()
+
+
+@_one_op(
+    "bags_backward(Tensor grad, Tensor ids, Tensor? offsets, Tensor? weights, SymInt num_rows, "
+    "int mode, int padding_idx, bool by_freq, SymInt? first_row=None) -> Tensor",
+    lambda grad, ids, offsets, weights, num_rows, *_: grad.new_empty((num_rows, grad.shape[1])),
+)
+def pooled_grad(
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    offsets: Optional,
+    weights: Optional,
+    num_rows: int,
+    mode: int,
+    padding_idx: int,
+    by_freq: bool,
+    first_row: int | None = None,
+) -> torch.Tensor:
+    """The gradient of the rows that are here; no other row is made."""
+    found = grad.new_zeros((num_rows, grad.shape[1]))
+    if not found.numel():
+        return found
+    fused = None if by_freq else fused_backend(found)
+    if fused is None:
+        rows, values = row_grads(
+            grad, ids, offsets, weights, num_rows, mode, padding_idx, by_freq, first_row
+        )
+        return found.index_add_(0, rows, values)
+    bags = Bags(ids, offsets, weights, padding_idx)
+    grad = bags.averaged(grad) if mode == MODE_MEAN else grad
+    fused.update(found, bags.fused_query(first_row), grad, _ADD)
+    return found
+
+
+def _row_grad_shapes(grad: torch.Tensor, ids: torch.Tensor, *_: Any) -> Any:
+    num = unknown_length(ids)
+    return ids.new_empty(num), grad.new_empty((num, grad.shape[1]))
+
+
+@_one_op(
+    "bags_backward_rows(Tensor grad, Tensor ids, Tensor? offsets, Tensor? weights, "
+    "SymInt num_rows, int mode, int padding_idx, bool by_freq, SymInt? first_row=None) "
+    "-> (Tensor, Tensor)",
+    _row_grad_shapes,
+)
+def row_grads(
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    offsets: Optional,
+    weights: Optional,
+    num_rows: int,
+    mode: int,
+    padding_idx: int,
+    by_freq: bool,
+    first_row: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows here that were looked up, maybe with repeats, and the gradient of each."""
+    bags = Bags(ids, offsets, weights, padding_idx)
+    query, places = bags.query(num_rows, first_row)
+    grad = bags.averaged(grad).to(grad.dtype) if mode == MODE_MEAN else grad
+    fused = None if by_freq or not grad.shape[1] else fused_backend(grad)
+    if fused is not None:
+        return fused.row_gradient(grad, query, grad)  # of the table, only the width is read
+    one_each = places is None and bags.single
+    values = grad if one_each else grad.index_select(0, bag_of_id(query))
+    if query.weights is not None:
+        values = values * query.weights.unsqueeze(-1)
+    if by_freq:
+        values = values / times(query.ids).unsqueeze(-1)
+    return query.ids, values
+
+
+@_one_op(
+    "bags_backward_weights(Tensor grad, Tensor table, Tensor ids, Tensor? offsets, "
+    "int padding_idx, SymInt? first_row=None) -> Tensor",
+    lambda grad, _, ids, *__: grad.new_empty(ids.shape),
+    ids_at=2,
+)
+def sample_grad(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    offsets: Optional,
+    padding_idx: int,
+    first_row: int | None = None,
+) -> torch.Tensor:
+    """For each id, its row times its bag's gradient; 0 for rows that are not here."""
+    bags = Bags(ids, offsets, None, padding_idx)
+    found = grad.new_zeros(ids.numel())
+    if not weight.numel() or not grad.numel():
+        return found.view(ids.shape)
+    if fused_backend(weight) is not None:
+        found = _BY_DEVICE.weight_gradient(weight, bags.fused_query(first_row), grad)
+        return found.to(grad.dtype).view(ids.shape)
+    query, places = bags.query(weight.shape[0], first_row)
+    products = products_of_rows(weight, query, grad)
+    if places is None:
+        places = bags.places[: products.shape[0]]
+    return found.index_copy_(0, places, products).view(ids.shape)
+
+
+# -- the largest ---------------------------------------------------------------------------------
+
+
+def largest(weight: torch.Tensor, bags: Bags, first_row: int | None) -> tuple[Any, Any]:
+    """The largest entry of each bag and column among the rows here, and its first position.
+
+    A bag without rows is -inf, with the number of ids as position.
+    """
+    flat = bags.ids.reshape(-1)
+    fused = fused_backend(weight)
+    if fused is not None and weight.shape[1]:
+        best, place = fused.largest(weight, bags.fused_query(first_row))  # type: ignore[attr-defined]
+        none = place < 0
+        return best.masked_fill_(none, -math.inf), place.masked_fill_(none, flat.shape[0])
+    keep = flat != bags.padding_idx
+    if first_row is not None:
+        keep = keep & (flat >= first_row) & (flat < first_row + weight.shape[0])
+    if type(weight.shape[0]) is int and weight.shape[0] == 0:
+        found = weight.new_empty((flat.shape[0], weight.shape[1]))
+    else:
+        rows = flat if first_row is None else (flat - first_row).clamp(0, weight.shape[0] - 1)
+        found = torch.embedding(weight, rows)
+    return _segment_max(found, keep, bags)
+
+
+def _segment_max(
+    found: torch.Tensor, keep: torch.Tensor, bags: Bags
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `largest`; `found` has one row for each of the flat ids."""
+    num_ids, num_bags, places = found.shape[0], bags.num_bags, bags.places
+    bag = bags.bag_of(places).clamp(max=num_bags)
+    index = bag.unsqueeze(-1).expand(-1, found.shape[1])
+    found = found.masked_fill(~keep.unsqueeze(-1), -math.inf)
+    best = found.new_full((num_bags + 1, found.shape[1]), -math.inf)
+    best = best.scatter_reduce(0, index, found, "amax")
+    mine = (found == best.index_select(0, bag)) & keep.unsqueeze(-1)
+    candidates = torch.where(mine, places.unsqueeze(-1), num_ids)
+    first = candidates.new_full(best.shape, num_ids).scatter_reduce(0, index, candidates, "amin")
+    return best[:num_bags], first[:num_bags]
