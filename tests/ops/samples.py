@@ -282,24 +282,24 @@ def _bags() -> list[Sample]:
         num_bags = 3 if o is None else 5
         for mode in (rank_bags.MODE_SUM, rank_bags.MODE_MEAN):
             for padding_idx in (-1, 5):
-                samples.append(Sample(rank_bags.pooled, (weight, i, o, None, mode, padding_idx)))
-                options = (7, mode, padding_idx, padding_idx < 0)
+                samples.append(Sample(rank_bags.pooled, (weight, i, o, None, padding_idx, mode)))
+                options = (padding_idx, 7, mode, padding_idx < 0)
                 grad = (t(num_bags, 4), i, o, None, *options)
                 samples.append(Sample(rank_bags.pooled_grad, grad, wish=any_table))
         weights, up = t(*i.shape), t(num_bags, 4)
         samples += [
-            Sample(rank_bags.pooled, (weight, i, o, weights, rank_bags.MODE_SUM, 2)),
+            Sample(rank_bags.pooled, (weight, i, o, weights, 2, rank_bags.MODE_SUM)),
             Sample(
                 rank_bags.pooled_grad,
-                (up, i, o, weights, 7, rank_bags.MODE_SUM, 2, False),
+                (up, i, o, weights, 2, 7, rank_bags.MODE_SUM, False),
                 wish=any_table,
             ),
             Sample(
                 bag_rules.sparse_pooled_grad,
-                (up, i, o, weights, 7, rank_bags.MODE_SUM, -1, False),
+                (up, i, o, weights, -1, 7, rank_bags.MODE_SUM, False),
                 wish=any_table,
             ),
-            Sample(rank_bags.sample_grad, (up, weight, i, o, 2)),
+            Sample(rank_bags.sample_grad, (up, i, o, None, 2, weight)),
             Sample(bag_rules.largest, (weight, i, o, -1)),
             Sample(bag_rules.largest, (weight, i, o, 5)),
             Sample(

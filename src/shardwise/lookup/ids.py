@@ -151,31 +151,6 @@ def local_rows(
     return row, shifted != row
 
 
-def owned(
-    table: Layout, coordinate: Coordinate, ids: torch.Tensor, padding_idx: int = -1
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The local rows of the ids that this rank owns, and their positions; None for all.
-
-    `ids` is flat. Ids equal to `padding_idx` are left out. The result's size is data-dependent, so
-    this is not for traced graphs.
-    """
-    keep = None
-    rows = ids
-    if table.axes_of(0):
-        if not table.box(coordinate)[1][0]:
-            nothing = ids.new_empty(0)
-            return nothing, nothing
-        rows, foreign = local_rows(table, coordinate, ids)
-        keep = foreign.logical_not_()
-    if padding_idx >= 0:
-        real = ids != padding_idx
-        keep = real if keep is None else keep & real
-    if keep is None:
-        return rows, None
-    places = keep.nonzero().squeeze(1)
-    return rows.index_select(0, places), places
-
-
 # -- order ---------------------------------------------------------------------------------------
 # Sorting ids by owner and by row.
 #

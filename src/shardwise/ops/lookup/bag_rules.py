@@ -43,7 +43,15 @@ from shardwise.ops.lookup.embedding_rules import (
     shared_axes,
     table_stays,
 )
-from shardwise.ops.lookup.rank_bags import MODE_MEAN, Bags, Optional, pooled, pooled_grad, row_grads
+from shardwise.ops.lookup.rank_bags import (
+    MODE_MEAN,
+    Bags,
+    Optional,
+    pooled,
+    pooled_grad,
+    row_grads,
+    sample_grad,
+)
 from shardwise.simulation.ranks import each_rank
 
 # -- sums and means --------------------------------------------------------------------------
@@ -80,19 +88,23 @@ def _check(table: Layout, ids: torch.Tensor, ids_layout: Layout, offsets: Option
 POOLED = LocalCall(_pooled, collective=True)
 
 
-def _is_square(call: Call, ids: int) -> bool:
+def _is_square(call: Call) -> bool:
     """Whether each bag has as many ids: there are no offsets then."""
-    return call.inputs[ids].ndim == 2
+    return call.inputs[1].ndim == 2
 
 
 def _pooled_choices(call: Call) -> Iterator[Choice]:
     """Operands: the table, the ids, and where there are any, the offsets and weights."""
     line, linear = "[v] d, [n], [e], [n] -> [b] d", ((0,), (3,))
-    if _is_square(call, 1):
-        mean = call.argument("mode") == MODE_MEAN
-        line, linear = f"[v] d, b {'[l]' if mean else 'l'}, b l -> b d", ((0,), (2,))
+    if _is_square(call):
+        line, linear = f"[v] d, b {_inside(call, 5)}, b l -> b d", ((0,), (2,))
     together = _gathered(call, CollectiveCost("reduce_scatter", _num_bytes(call.outputs[0])))
     return lookup_choices(call, line, POOLED, SUM, linear=linear, together=together)
+
+
+def _inside(call: Call, mode: int) -> str:
+    """The letter of the ids in a bag: those of a mean stay together."""
+    return "[l]" if call.args[mode] == MODE_MEAN else "l"
 
 
 def _gathered(call: Call, *after: CollectiveCost) -> tuple[CollectiveCost, ...]:
@@ -106,7 +118,7 @@ def _num_bytes(meta: Any, dtype: torch.dtype | None = None) -> float:
     return float(math.prod(sizes) * (dtype or meta.dtype).itemsize)
 
 
-# -- the gradient of the table ---------------------------------------------------------------
+# -- their gradients -------------------------------------------------------------------------
 
 
 def sparse_pooled_grad(grad: torch.Tensor, *batch: Any) -> tuple[Any]:
@@ -120,6 +132,7 @@ def _pooled_grad(
     ids: torch.Tensor,
     offsets: Optional,
     weights: Optional,
+    padding_idx: int,
     num_rows: int,
     *options: Any,
     sparse: bool = False,
@@ -128,7 +141,7 @@ def _pooled_grad(
 
     def here(coordinate: Coordinate, *tensors: Any) -> Any:
         mine = table.local_shape(coordinate)[0]
-        return compute(*tensors, mine, *options, first_row(table, coordinate))
+        return compute(*tensors, padding_idx, mine, *options, first_row(table, coordinate))
 
     found = each_rank(table.grid, here, grad, ids, offsets, weights, axes=table.axes_of(0))
     return (SparseRows(table, *found),) if sparse else found
@@ -140,34 +153,39 @@ SPARSE_POOLED_GRAD = LocalCall(functools.partial(_pooled_grad, sparse=True), col
 
 def _pooled_grad_choices(call: Call) -> Iterator[Choice]:
     """Operands: the gradient of the bags, the ids, and where there are any, offsets and weights."""
-    mode, _, by_freq = call.args[5:]
     line, linear = "[b] d, [n], [e], [n] -> v d", ((0,), (3,))
-    if _is_square(call, 1):
-        line, linear = f"b d, b {'[l]' if mode == MODE_MEAN else 'l'}, b l -> v d", ((0,), (2,))
+    if _is_square(call):
+        line, linear = f"b d, b {_inside(call, 6)}, b l -> v d", ((0,), (2,))
     local = POOLED_GRAD if call.op is pooled_grad else SPARSE_POOLED_GRAD
-    reduce_op = None if by_freq else "sum"  # a frequency is that among the ids of all ranks
-    return gradient_choices(call, line, local, linear=linear, reduce_op=reduce_op)
+    return gradient_choices(call, line, local, linear=linear, by_freq=call.args[7])
 
 
-# -- the gradient of the weights of ids ------------------------------------------------------
-
-
-def _sample_grad(layouts: Sequence[Layout], *args: Any) -> torch.Tensor:
-    table, (*tensors, padding_idx) = layouts[1], args
+def _sample_grad(
+    layouts: Sequence[Layout],
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    offsets: Optional,
+    weights: None,
+    padding_idx: int,
+    weight: torch.Tensor,
+) -> torch.Tensor:
+    table = layouts[-2]
 
     def here(coordinate: Coordinate, *tensors: Any) -> torch.Tensor:
-        return rank_bags.sample_grad(*tensors, padding_idx, first_row(table, coordinate))
+        *batch, weight = tensors
+        return sample_grad(*batch, None, padding_idx, weight, first_row(table, coordinate))
 
-    return each_rank(table.grid, here, *tensors, axes=table.axes_of(0))
+    return each_rank(table.grid, here, grad, ids, offsets, weight, axes=table.axes_of(0))
 
 
 SAMPLE_GRAD = LocalCall(_sample_grad, collective=True)
 
 
 def _sample_grad_choices(call: Call) -> Iterator[Choice]:
-    """Operands: the gradient of the bags, the table, the ids, and the offsets if there are any."""
-    line = "b d, v d, b l -> b l" if _is_square(call, 2) else "[b] d, v d, [n], [e] -> [n]"
-    for choice in table_stays(pattern_choices(parse(line), call, ((0,), (1,))), call, 1):
+    """Operands: the gradient of the bags, the ids, the offsets if there are any, and the table."""
+    line = "b d, b l, v d -> b l" if _is_square(call) else "[b] d, [n], [e], v d -> [n]"
+    table = len(call.inputs) - 1
+    for choice in table_stays(pattern_choices(parse(line), call, ((0,), (table,))), call, table):
         yield replace(choice, local=SAMPLE_GRAD)
 
 
@@ -241,10 +259,7 @@ LARGEST = LocalCall(_largest, collective=True)
 
 def _largest_choices(call: Call) -> Iterator[Choice]:
     """Operands: the table, the ids, and perhaps offsets."""
-    square = _is_square(call, 1)
-    line = (
-        f"[v] d, {'b [l]' if square else '[n], [e]'} -> {'b d, b d' if square else '[b] d, [b] d'}"
-    )
+    line = "[v] d, b [l] -> b d, b d" if _is_square(call) else "[v] d, [n], [e] -> [b] d, [b] d"
     agreed = tuple(
         CollectiveCost("all_reduce", _num_bytes(call.outputs[0], dtype))
         for dtype in (None, torch.int64)
@@ -285,13 +300,13 @@ LARGEST_GRAD = LocalCall(_largest_grad, collective=True)
 
 def _largest_grad_choices(call: Call) -> Iterator[Choice]:
     """Operands: the gradient of the bags, and the ids that had the largest."""
-    return gradient_choices(call, "b d, b d -> v d", LARGEST_GRAD)
+    return gradient_choices(call, "b d, b d -> v d", LARGEST_GRAD, by_freq=False)
 
 
 RULES: Table = table(
     ((pooled,), Rule(_pooled_choices, "v d, b ... -> b d")),
     ((pooled_grad, sparse_pooled_grad), Rule(_pooled_grad_choices, "b d, b ... -> v d")),
-    ((rank_bags.sample_grad,), Rule(_sample_grad_choices, "b d, v d, b ... -> b ...")),
+    ((sample_grad,), Rule(_sample_grad_choices, "b d, b ..., v d -> b ...")),
     ((largest,), Rule(_largest_choices, "v d, b ... -> b d, b d")),
     ((largest_grad,), Rule(_largest_grad_choices, "b d, b d -> v d")),
 )

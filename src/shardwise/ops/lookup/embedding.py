@@ -361,7 +361,7 @@ _EMBEDDING_BAG = torch.ops.aten.embedding_bag.padding_idx
 
 
 class Pooled(SkipsNone):
-    """Sum and mean."""
+    """Bags, and what backward reads: of sums and means the batch, of a maximum the winners."""
 
     @staticmethod
     def forward(
@@ -371,54 +371,46 @@ class Pooled(SkipsNone):
         offsets: Any,
         weights: Any,
         given: Any,
-        mode: int,
-        padding_idx: int,
-        by_freq: bool,
-        sparse: bool,
+        options: tuple[int, int, bool, bool],
     ) -> Any:
+        found, won = _pool(weight, ids, offsets, weights, options)
         # Only the gradient of `weights` reads the table: else a step may write to it first.
         along = weight if ctx.needs_input_grad[3] else None
-        # The offsets as they were given too, so that backward refuses a write to them.
-        ctx.save_for_backward(ids, offsets, weights, along, given)
-        ctx.options = (gradient_layout(weight._layout), mode, padding_idx, by_freq, sparse)
-        return run(pooled, weight, ids, offsets, weights, mode, padding_idx)
+        # The offsets as they were given too, so that backward refuses a write to them, and to the
+        # ids of a maximum.
+        ctx.save_for_backward(ids, offsets, weights, along, won, given)
+        ctx.plan = (gradient_layout(weight._layout), options)
+        return found
 
     @staticmethod
     @differentiated_once("an embedding bag")
     def backward(ctx: Any, grad: Any) -> Any:
-        ids, offsets, weights, weight, _ = ctx.saved_tensors
-        layout, mode, padding_idx, by_freq, sparse = ctx.options
+        ids, offsets, weights, weight, won, _ = ctx.saved_tensors
+        layout, (mode, padding_idx, by_freq, sparse) = ctx.plan
         for_weight, _, _, for_weights = ctx.needs_input_grad[:4]
-        found = along = None
-        if for_weight:
-            options = (layout.shape[0], mode, padding_idx, by_freq)
+        batch, found, along = (ids, offsets, weights, padding_idx), None, None
+        if for_weight and won is not None:
+            found = run(largest_grad, grad, won, layout.shape[0], preferred=layout)
+        elif for_weight:
             op = sparse_pooled_grad if sparse else pooled_grad
-            found = run(op, grad, ids, offsets, weights, *options, preferred=layout)
+            found = run(op, grad, *batch, layout.shape[0], mode, by_freq, preferred=layout)
             found = RowSparse.of(*found) if sparse else found
         if for_weights:
-            along = run(sample_grad, grad, weight, ids, offsets, padding_idx)
-        return found, None, None, along, None, None, None, None, None
+            along = run(sample_grad, grad, ids, offsets, None, padding_idx, weight)
+        return found, None, None, along, None, None
 
 
-class Largest(SkipsNone):
-    @staticmethod
-    def forward(ctx: Any, weight: Any, ids: Any, offsets: Any, given: Any, padding: int) -> Any:
-        values, won = run(largest, weight, ids, offsets, padding)
-        # Backward reads `won` alone; as on one device it refuses a write to the others.
-        ctx.save_for_backward(won, ids, given)
-        ctx.layout = gradient_layout(weight._layout)
-        return values
-
-    @staticmethod
-    @differentiated_once("an embedding bag")
-    def backward(ctx: Any, grad: Any) -> Any:
-        won = ctx.saved_tensors[0]
-        found = run(largest_grad, grad, won, ctx.layout.shape[0], preferred=ctx.layout)
-        return found, None, None, None, None
+def _pool(
+    weight: Any, ids: Any, offsets: Any, weights: Any, options: tuple[int, int, bool, bool]
+) -> tuple[Any, Any]:
+    """The bags, and of a maximum the ids that won."""
+    mode, padding, *_ = options
+    if mode == MODE_MAX:
+        return run(largest, weight, ids, offsets, padding)
+    return run(pooled, weight, ids, offsets, weights, padding, mode), None
 
 
 _apply_pooled = direct_apply(Pooled)
-_apply_largest = direct_apply(Largest)
 
 
 def embedding_bag(
@@ -451,38 +443,16 @@ def embedding_bag(
         raise BatchError(f"embedding_bag: {fault}")
     given = offsets if isinstance(offsets, DTensor) else None
     ids, offsets, weights = _bagged(ids, offsets, per_sample_weights, include_last_offset)
-    padding = _padding(padding_idx, weight)
-    if mode == MODE_MAX:
-        needs = torch.is_grad_enabled() and weight.requires_grad
-        bags = (
-            _apply_largest(weight, ids, offsets, given, padding)
-            if needs
-            else run(largest, weight, ids, offsets, padding)[0]
-        )
+    options = (mode, _padding(padding_idx, weight), bool(scale_grad_by_freq), bool(sparse))
+    if mode != MODE_MAX and offsets is None and exchanges_rows(weight, ids):
+        bags = pool_rows(weight, ids, weights, *options)
+    elif torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (weight, weights)
+    ):
+        bags = _apply_pooled(weight, ids, offsets, weights, given, options)
     else:
-        options = (mode, padding, scale_grad_by_freq, sparse)
-        bags = _pool(weight, ids, offsets, weights, given, *options)
+        bags, _ = _pool(weight, ids, offsets, weights, options)
     return bags, *(torch.empty(0, dtype=torch.long) for _ in range(3))
-
-
-def _pool(
-    weight: Any,
-    ids: Any,
-    offsets: Any,
-    weights: Any,
-    given: Any,
-    mode: int,
-    padding: int,
-    by_freq: bool,
-    sparse: bool,
-) -> Any:
-    if offsets is None and exchanges_rows(weight, ids):
-        return pool_rows(weight, ids, weights, mode, padding, bool(by_freq), bool(sparse))
-    needs = weight.requires_grad or (weights is not None and weights.requires_grad)
-    if torch.is_grad_enabled() and needs:
-        options = (mode, padding, bool(by_freq), bool(sparse))
-        return _apply_pooled(weight, ids, offsets, weights, given, *options)
-    return run(pooled, weight, ids, offsets, weights, mode, padding)
 
 
 def _padding(padding_idx: int | None, weight: Any) -> int:
@@ -505,7 +475,9 @@ def _bagged(ids: Any, offsets: Any, weights: Any, include_last: bool) -> tuple[A
     if watch.replicate_plain:
         _, offsets = all_distributed(_EMBEDDING_BAG, (ids, offsets))
     if isinstance(offsets, DTensor):
-        return ids, offsets if include_last else _closed(offsets, ids.shape[0]), weights
+        if not include_last:  # the end of the last bag
+            offsets = torch.nn.functional.pad(offsets, (0, 1), value=ids.shape[0])
+        return ids, offsets, weights
     num_bags, num_ids = offsets.shape[0], ids.shape[0]
     if include_last or not _equally_long(offsets, num_bags, num_ids):
         raise MixedTensorsError(
@@ -513,17 +485,13 @@ def _bagged(ids: Any, offsets: Any, weights: Any, include_last: bool) -> tuple[A
             f"{tuple(offsets.shape)}, the ids a DTensor. Wrap it: DTensor.from_local(offsets, "
             "mesh, [Replicate()]). Offsets count from the first id of the whole tensor of ids."
         )
-    none = _is_known(num_bags) and num_bags == 0
+    none = type(num_bags) is int and num_bags == 0
     shape = (num_bags, 1 if none else num_ids // num_bags)
     return ids.view(shape), None, None if weights is None else weights.view(shape)
 
 
-def _is_known(size: Any) -> bool:
-    return type(size) is int
-
-
 def _equally_long(offsets: Any, num_bags: Any, num_ids: Any) -> bool:
-    if not _is_known(num_bags) or not _is_known(num_ids) or not has_values(offsets):
+    if {type(num_bags), type(num_ids)} != {int} or not has_values(offsets):
         return True  # in a traced graph, plain offsets come from ids of two dims
     if not num_bags:
         return num_ids == 0
@@ -533,11 +501,6 @@ def _equally_long(offsets: Any, num_bags: Any, num_ids: Any) -> bool:
         return True
     step = num_ids // num_bags
     return torch.equal(offsets, torch.arange(num_bags, dtype=offsets.dtype) * step)
-
-
-def _closed(offsets: Any, num_ids: Any) -> Any:
-    """The offsets, and the end of the last bag."""
-    return torch.nn.functional.pad(offsets, (0, 1), value=num_ids)
 
 
 KERNELS: tuple[tuple[str, Any], ...] = (

@@ -31,8 +31,8 @@ from shardwise.dispatch.rule import (
     pattern_choices,
     table,
 )
-from shardwise.lookup.ids import check_ids, has_values, local_rows, owned
-from shardwise.ops.lookup.rank_bags import MODE_SUM, pooled_grad, row_grads
+from shardwise.lookup.ids import check_ids, has_values, local_rows
+from shardwise.ops.lookup.rank_bags import MODE_SUM, Bags, pooled, pooled_grad, row_grads
 from shardwise.redistribute.execute import execute
 from shardwise.redistribute.steps import find_steps
 from shardwise.simulation.ranks import each_rank
@@ -42,7 +42,8 @@ aten = torch.ops.aten
 _dense_backward = aten.embedding_dense_backward.default._op
 #: Up to this many ids, torch's CPU kernel is faster than the calls that replace it.
 _FEW_IDS = 64
-#: From this many ids on, selecting the owned ones is faster than reading a row for each.
+#: From this many ids on, bags of one id each are faster than reading a row for each: those of ids
+#: of other ranks are empty.
 _MANY_IDS = 1024
 
 # -- choices ---------------------------------------------------------------------------------
@@ -101,12 +102,14 @@ def gradient_choices(
     local: LocalCall,
     *,
     linear: Sequence[Group] = ((0,),),
-    reduce_op: str | None = "sum",
+    by_freq: bool,
 ) -> Iterator[Choice]:
     """Operands: the gradient of what was looked up, the ids, and what else a batch has.
 
-    Each rank can make the gradient of the rows that it is preferred to have.
+    Each rank can make the gradient of the rows that it is preferred to have. With `by_freq` that is
+    scaled by how often an id occurs on all ranks: the batch is not sharded.
     """
+    reduce_op = None if by_freq else "sum"
     whole, *others = pattern_choices(parse(line), call, linear, reduce_op=reduce_op)
     yield replace(whole, local=local)
     for rows in call.wanted[:1]:
@@ -171,11 +174,10 @@ def _owned_lookup(
     if weight.shape[0] == 0:
         return weight.new_zeros((*ids.shape, weight.shape[1]))
     if type(ids) is torch.Tensor and ids.is_cpu and ids.numel() >= _MANY_IDS:
-        rows, places = owned(table, coordinate, ids.reshape(-1))
-        assert places is not None, "rows of this table are sharded"
-        found = weight.new_zeros((*ids.shape, weight.shape[1]))
-        found.view(-1, weight.shape[1]).index_copy_(0, places, weight.index_select(0, rows))
-        return found
+        found = pooled(
+            weight, ids.reshape(-1), None, None, -1, MODE_SUM, first_row(table, coordinate)
+        )
+        return found.view(*ids.shape, weight.shape[1])
     row, foreign = local_rows(table, coordinate, ids)
     return torch.embedding(weight, row).masked_fill_(foreign.unsqueeze(-1), 0)
 
@@ -219,11 +221,10 @@ def table_grad(
     def here(coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> Any:
         if by_kernel:
             return _grad_by_kernel(table, coordinate, grad, ids, padding_idx, by_freq)
-        (first, _), (num_rows, _) = table.box(coordinate)
         grad, ids = grad.reshape(ids.numel(), grad.shape[-1]), ids.reshape(-1)
         compute = row_grads if sparse else pooled_grad
-        options = (num_rows, MODE_SUM, padding_idx, by_freq)
-        return compute(grad, ids, None, None, *options, first if table.axes_of(0) else None)
+        options = (table.local_shape(coordinate)[0], MODE_SUM, by_freq)
+        return compute(grad, ids, None, None, padding_idx, *options, first_row(table, coordinate))
 
     found = each_rank(table.grid, here, grad, ids, axes=table.axes_of(0))
     return (SparseRows(table, *found),) if sparse else found
@@ -267,8 +268,7 @@ def _table_grad_choices(call: Call) -> Iterator[Choice]:
 
 def lookup_grad_choices(call: Call, local: LocalCall) -> Iterator[Choice]:
     """Operands: the gradient of the rows that were looked up, and the ids."""
-    reduce_op = None if call.args[4] else "sum"  # a frequency is that among the ids of all ranks
-    return gradient_choices(call, "... d, ... -> v d", local, reduce_op=reduce_op)
+    return gradient_choices(call, "... d, ... -> v d", local, by_freq=call.args[4])
 
 
 class SparseRows(NamedTuple):
@@ -308,8 +308,9 @@ def renorm(
         if not weight.shape[0]:
             return weight
         if known:
-            rows = owned(table, coordinate, ids.reshape(-1))[0]
-            return torch.embedding_renorm_(weight, rows, max_norm, norm_type)
+            bags = Bags(ids.reshape(-1), None, None, -1)
+            query, _ = bags.query(weight.shape[0], first_row(table, coordinate))
+            return torch.embedding_renorm_(weight, query.ids, max_norm, norm_type)
         return _masked_renorm(table, coordinate, weight, ids.reshape(-1), max_norm, norm_type)
 
     with torch.no_grad():

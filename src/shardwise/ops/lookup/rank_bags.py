@@ -11,7 +11,6 @@ in eager code; only the length of a sparse gradient is unknown there.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -136,25 +135,34 @@ _library = torch.library.Library("shardwise", "FRAGMENT")
 _Fn = Callable[..., Any]
 
 
-def _one_op(schema: str, shapes: _Fn, ids_at: int = 1) -> Callable[[_Fn], _Fn]:
-    """Decorates a function with the ids at this place; see Note [One op of a graph]."""
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    torch.library.register_fake(f"shardwise::{name}", shapes, lib=_library)
+def _one_op(name: str, rest: str, shapes: _Fn) -> Callable[[_Fn], _Fn]:
+    """Decorates `fn(values, bags, *rest)`, which is called with the items of `bags`.
+
+    `rest` is the end of the op's schema; see Note [One op of a graph].
+    """
+    bags = "Tensor ids, Tensor? offsets, Tensor? weights, int padding_idx"
+    _library.define(f"{name}(Tensor values, {bags}, {rest}")
+
+    def unpacked(fn: _Fn) -> _Fn:
+        return lambda values, *args: fn(values, Bags(*args[:4]), *args[4:])
+
+    torch.library.register_fake(f"shardwise::{name}", unpacked(shapes), lib=_library)
 
     def decorate(fn: _Fn) -> _Fn:
         def kernel(*args: Any) -> Any:
-            found = fn(*args)  # rows and values may be arguments, which an op must not return
+            found = unpacked(fn)(
+                *args
+            )  # rows and values may be inputs, which an op must not return
             return tuple(x.clone() for x in found) if isinstance(found, tuple) else found
 
         _library.impl(name, kernel, "CompositeExplicitAutograd")
-        op = getattr(torch.ops.shardwise, name)
+        op, eager = getattr(torch.ops.shardwise, name), unpacked(fn)
 
-        @functools.wraps(fn)
-        def run(*args: Any) -> Any:
-            ids = args[ids_at]
-            return (fn if has_values(ids) and not ids.is_meta else op)(*args)
+        def run(values: torch.Tensor, ids: torch.Tensor, *rest: Any) -> Any:
+            return (eager if has_values(ids) and not ids.is_meta else op)(values, ids, *rest)
 
+        run.__name__ = fn.__name__
+        run.__doc__ = fn.__doc__
         return run
 
     return decorate
@@ -175,26 +183,15 @@ def unknown_length(traced: Any) -> Any:
 # -- sums, and their gradients -------------------------------------------------------------------
 
 
-def _sums_shape(weight: torch.Tensor, ids: torch.Tensor, offsets: Optional, *_: Any) -> Any:
-    return weight.new_empty((Bags(ids, offsets, None, -1).num_bags, weight.shape[1]))
-
-
 @_one_op(
-    "bags(Tensor table, Tensor ids, Tensor? offsets, Tensor? weights, int mode, int padding_idx, "
-    "SymInt? first_row=None) -> Tensor",
-    _sums_shape,
+    "bags",
+    "int mode, SymInt? first_row=None) -> Tensor",
+    lambda weight, bags, *_: weight.new_empty((bags.num_bags, weight.shape[1])),
 )
 def pooled(
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    offsets: Optional,
-    weights: Optional,
-    mode: int,
-    padding_idx: int,
-    first_row: int | None = None,
+    weight: torch.Tensor, bags: Bags, mode: int, first_row: int | None = None
 ) -> torch.Tensor:
     """The sum of each bag's rows that are here, or their term of its mean."""
-    bags = Bags(ids, offsets, weights, padding_idx)
     if not weight.numel():
         return weight.new_zeros((bags.num_bags, weight.shape[1]))
     fused = fused_backend(weight)
@@ -213,21 +210,19 @@ def _add_at_rate_one() -> RowUpdate:
 
 #: The gradient of a table is what this step makes of zeros.
 _ADD = _add_at_rate_one()
+_GRADIENT = "SymInt num_rows, int mode, bool by_freq, SymInt? first_row=None) -> "
 
 
 @_one_op(
-    "bags_backward(Tensor grad, Tensor ids, Tensor? offsets, Tensor? weights, SymInt num_rows, "
-    "int mode, int padding_idx, bool by_freq, SymInt? first_row=None) -> Tensor",
-    lambda grad, ids, offsets, weights, num_rows, *_: grad.new_empty((num_rows, grad.shape[1])),
+    "bags_backward",
+    f"{_GRADIENT} Tensor",
+    lambda grad, _, num_rows, *__: grad.new_empty((num_rows, grad.shape[1])),
 )
 def pooled_grad(
     grad: torch.Tensor,
-    ids: torch.Tensor,
-    offsets: Optional,
-    weights: Optional,
+    bags: Bags,
     num_rows: int,
     mode: int,
-    padding_idx: int,
     by_freq: bool,
     first_row: int | None = None,
 ) -> torch.Tensor:
@@ -237,40 +232,28 @@ def pooled_grad(
         return found
     fused = None if by_freq else fused_backend(found)
     if fused is None:
-        rows, values = row_grads(
-            grad, ids, offsets, weights, num_rows, mode, padding_idx, by_freq, first_row
-        )
+        rows, values = row_grads(grad, *bags, num_rows, mode, by_freq, first_row)
         return found.index_add_(0, rows, values)
-    bags = Bags(ids, offsets, weights, padding_idx)
     grad = bags.averaged(grad) if mode == MODE_MEAN else grad
     fused.update(found, bags.fused_query(first_row), grad, _ADD)
     return found
 
 
-def _row_grad_shapes(grad: torch.Tensor, ids: torch.Tensor, *_: Any) -> Any:
-    num = unknown_length(ids)
-    return ids.new_empty(num), grad.new_empty((num, grad.shape[1]))
+def _row_grad_shapes(grad: torch.Tensor, bags: Bags, *_: Any) -> Any:
+    num = unknown_length(bags.ids)
+    return bags.ids.new_empty(num), grad.new_empty((num, grad.shape[1]))
 
 
-@_one_op(
-    "bags_backward_rows(Tensor grad, Tensor ids, Tensor? offsets, Tensor? weights, "
-    "SymInt num_rows, int mode, int padding_idx, bool by_freq, SymInt? first_row=None) "
-    "-> (Tensor, Tensor)",
-    _row_grad_shapes,
-)
+@_one_op("bags_backward_rows", f"{_GRADIENT} (Tensor, Tensor)", _row_grad_shapes)
 def row_grads(
     grad: torch.Tensor,
-    ids: torch.Tensor,
-    offsets: Optional,
-    weights: Optional,
+    bags: Bags,
     num_rows: int,
     mode: int,
-    padding_idx: int,
     by_freq: bool,
     first_row: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows here that were looked up, maybe with repeats, and the gradient of each."""
-    bags = Bags(ids, offsets, weights, padding_idx)
     query, places = bags.query(num_rows, first_row)
     grad = bags.averaged(grad).to(grad.dtype) if mode == MODE_MEAN else grad
     fused = None if by_freq or not grad.shape[1] else fused_backend(grad)
@@ -286,32 +269,25 @@ def row_grads(
 
 
 @_one_op(
-    "bags_backward_weights(Tensor grad, Tensor table, Tensor ids, Tensor? offsets, "
-    "int padding_idx, SymInt? first_row=None) -> Tensor",
-    lambda grad, _, ids, *__: grad.new_empty(ids.shape),
-    ids_at=2,
+    "bags_backward_weights",
+    "Tensor table, SymInt? first_row=None) -> Tensor",
+    lambda grad, bags, *_: grad.new_empty(bags.ids.shape),
 )
 def sample_grad(
-    grad: torch.Tensor,
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    offsets: Optional,
-    padding_idx: int,
-    first_row: int | None = None,
+    grad: torch.Tensor, bags: Bags, weight: torch.Tensor, first_row: int | None = None
 ) -> torch.Tensor:
     """For each id, its row times its bag's gradient; 0 for rows that are not here."""
-    bags = Bags(ids, offsets, None, padding_idx)
-    found = grad.new_zeros(ids.numel())
+    found = grad.new_zeros(bags.ids.numel())
     if not weight.numel() or not grad.numel():
-        return found.view(ids.shape)
+        return found.view(bags.ids.shape)
     if fused_backend(weight) is not None:
         found = _BY_DEVICE.weight_gradient(weight, bags.fused_query(first_row), grad)
-        return found.to(grad.dtype).view(ids.shape)
+        return found.to(grad.dtype).view(bags.ids.shape)
     query, places = bags.query(weight.shape[0], first_row)
     products = products_of_rows(weight, query, grad)
     if places is None:
         places = bags.places[: products.shape[0]]
-    return found.index_copy_(0, places, products).view(ids.shape)
+    return found.index_copy_(0, places, products).view(bags.ids.shape)
 
 
 # -- the largest ---------------------------------------------------------------------------------
