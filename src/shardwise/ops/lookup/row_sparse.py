@@ -36,12 +36,11 @@ from shardwise.simulation.ranks import (
     from_parts,
     held_like,
     parts_of,
+    per_rank,
     plain_if_equal,
     roster_of,
 )
 from shardwise.simulation.roster import Roster
-
-# -- flattening for torch.compile ------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +52,6 @@ class RowContext:
     #: Which rank holds which row numbers; None in a real process.
     roster: Roster | None
     coalesced: bool
-
-    def restored(self, inner: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The row numbers and values, assembled from their parts."""
-        parts = list(inner.values())
-        num = 1 if self.roster is None else self.roster.num_parts
-        return from_parts(parts[:num], self.roster), from_parts(parts[num:], self.values.roster)
-
-
-def flattened_rows(
-    cls: Any, layout: Layout, rows: torch.Tensor, values: torch.Tensor, coalesced: bool
-) -> tuple[list[str], RowContext]:
-    """The names of a RowSparse's attributes that hold plain tensors, and the rest as a context."""
-    held, roster = roster_of(values), roster_of(rows)
-    names = ["_rows", "_local"]
-    if held is not None and roster is not None:
-        names = part_names(roster.num_parts, cls, "_rows", "_rows")
-        names = names + part_names(held.num_parts, cls)
-    return names, RowContext(context_of(layout, held), roster, coalesced)
 
 
 aten = torch.ops.aten
@@ -199,16 +180,25 @@ class RowSparse(DTensor):
 
     @untraced
     def __tensor_flatten__(self) -> tuple[list[str], RowContext]:
-        parts = (self._layout, self._rows, self._local, self._coalesced)
-        return flattened_rows(RowSparse, *parts)
+        held, roster = roster_of(self._local), roster_of(self._rows)
+        names = ["_rows", "_local"]
+        if held is not None and roster is not None:
+            names = part_names(roster.num_parts, RowSparse, "_rows", "_rows")
+            names = names + part_names(held.num_parts, RowSparse)
+        return names, RowContext(context_of(self._layout, held), roster, self._coalesced)
 
     @staticmethod
     @untraced
     def __tensor_unflatten__(  # type: ignore[override]
         inner: dict[str, torch.Tensor], context: RowContext, outer_size: Any, outer_stride: Any
     ) -> RowSparse:
-        layout = context.values.layout(outer_size, outer_stride)
-        return make(layout, *context.restored(inner), context.coalesced)
+        parts, roster = list(inner.values()), context.roster
+        num = 1 if roster is None else roster.num_parts
+        rows = from_parts(parts[:num], roster)
+        values = from_parts(parts[num:], context.values.roster)
+        return make(
+            context.values.layout(outer_size, outer_stride), rows, values, context.coalesced
+        )
 
     def _stable_hash_for_caching(self) -> str:
         rows = [tuple(map(str, p.shape)) for p in parts_of(self._rows)]
@@ -378,9 +368,7 @@ def _add(a: Any, b: Any, *, alpha: float = 1) -> Any:
     if isinstance(a, RowSparse) and isinstance(b, RowSparse):
         return _joined(a, b, alpha)
     if isinstance(a, RowSparse):
-        a, b = b, _scaled(a, 1)
-        a = a * alpha if alpha != 1 else a
-        alpha = 1
+        a, b, alpha = (b * alpha if alpha != 1 else b), a, 1
     if not isinstance(a, DTensor):
         return NotImplemented
     alike = b.placements == a.placements and b._layout.order == a._layout.order
@@ -461,35 +449,32 @@ def _as_terms(x: RowSparse, other: Layout) -> RowSparse:
     return make(layout.with_placements(placements), rows, values)
 
 
-def _scaled(x: RowSparse, factor: Any) -> RowSparse:
-    values = x._local if isinstance(factor, int) and factor == 1 else x._local * factor
-    return make(x._layout, x._rows, values, x._coalesced)
-
-
 def _times(x: Any, factor: Any) -> Any:
-    if isinstance(x, RowSparse) and isinstance(factor, (int, float)):
-        return _scaled(x, factor)
-    if isinstance(x, RowSparse) and isinstance(factor, DTensor) and factor.dim() == 0:
-        return _scaled(x, factor.full_tensor())
-    if isinstance(x, RowSparse) and type(factor) is torch.Tensor and factor.dim() == 0:
-        return _scaled(x, factor)
-    return NotImplemented
-
-
-def _times_(x: Any, factor: Any) -> Any:
-    scaled = _times(x, factor)
-    if scaled is not NotImplemented:
-        x._local = scaled._local
-        return x
-    return NotImplemented
+    """Times a number, or a tensor without dims."""
+    if isinstance(factor, DTensor) and factor.dim() == 0:
+        factor = factor.full_tensor()
+    elif not isinstance(factor, (int, float)) and (
+        type(factor) is not torch.Tensor or factor.dim()
+    ):
+        return NotImplemented
+    if not isinstance(x, RowSparse):
+        return NotImplemented
+    return make(x._layout, x._rows, x._local * factor, x._coalesced)
 
 
 def _divided(x: Any, divisor: Any) -> Any:
     return _times(x, 1 / divisor) if isinstance(divisor, (int, float)) else NotImplemented
 
 
-def _divided_(x: Any, divisor: Any) -> Any:
-    return _times_(x, 1 / divisor) if isinstance(divisor, (int, float)) else NotImplemented
+def _in_place(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def run(x: Any, other: Any) -> Any:
+        found = fn(x, other)
+        if found is NotImplemented:
+            return found
+        x._local = found._local
+        return x
+
+    return run
 
 
 def _masked(dense: Any, like: Any) -> Any:
@@ -502,13 +487,8 @@ def _masked(dense: Any, like: Any) -> Any:
 
 
 def _emptied(x: Any) -> Any:
-    grid = x._layout.grid
-
-    def none(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
-        return t[:0]
-
-    x._rows = each_rank(grid, none, x._rows, axes=())
-    x._local = each_rank(grid, none, x._local, axes=())
+    for name in ("_rows", "_local"):
+        setattr(x, name, per_rank(lambda part: part[:0], getattr(x, name)))
     return x
 
 
@@ -520,21 +500,22 @@ def _aliased(x: Any) -> RowSparse:
     return make(x._layout, x._rows, x._local, x._coalesced)
 
 
-def _table(*entries: tuple[Sequence[Any], Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    return {op: handler for ops, handler in entries for op in ops}
-
-
-_HANDLERS = _table(
-    ((aten.add.Tensor,), _add),
-    ((aten.add_.Tensor,), _add_),
-    ((aten.sub_.Tensor,), lambda a, b, alpha=1: _add_(a, b, alpha=-alpha)),
-    ((aten.mul.Tensor, aten.mul.Scalar), _times),
-    ((aten.mul_.Tensor, aten.mul_.Scalar), _times_),
-    ((aten.div.Tensor, aten.div.Scalar), _divided),
-    ((aten.div_.Tensor, aten.div_.Scalar), _divided_),
-    ((aten.neg.default,), lambda x: _times(x, -1)),
-    ((aten.zero_.default,), _emptied),
-    ((aten.detach.default, aten.alias.default), _aliased),
-    ((aten.clone.default,), _copied),
-    ((aten.sparse_mask.default,), _masked),
-)
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.add.Tensor: _add,
+    aten.add_.Tensor: _add_,
+    aten.sub_.Tensor: lambda a, b, alpha=1: _add_(a, b, alpha=-alpha),
+    aten.mul.Tensor: _times,
+    aten.mul.Scalar: _times,
+    aten.mul_.Tensor: _in_place(_times),
+    aten.mul_.Scalar: _in_place(_times),
+    aten.div.Tensor: _divided,
+    aten.div.Scalar: _divided,
+    aten.div_.Tensor: _in_place(_divided),
+    aten.div_.Scalar: _in_place(_divided),
+    aten.neg.default: lambda x: _times(x, -1),
+    aten.zero_.default: _emptied,
+    aten.detach.default: _aliased,
+    aten.alias.default: _aliased,
+    aten.clone.default: _copied,
+    aten.sparse_mask.default: _masked,
+}
