@@ -160,25 +160,11 @@ def _pooled_grad_choices(call: Call) -> Iterator[Choice]:
     return gradient_choices(call, line, local, linear=linear, by_freq=call.args[7])
 
 
-def _sample_grad(
-    layouts: Sequence[Layout],
-    grad: torch.Tensor,
-    ids: torch.Tensor,
-    offsets: Optional,
-    weights: None,
-    padding_idx: int,
-    weight: torch.Tensor,
-) -> torch.Tensor:
-    table = layouts[-2]
-
-    def here(coordinate: Coordinate, *tensors: Any) -> torch.Tensor:
-        *batch, weight = tensors
-        return sample_grad(*batch, None, padding_idx, weight, first_row(table, coordinate))
-
-    return each_rank(table.grid, here, grad, ids, offsets, weight, axes=table.axes_of(0))
+def _sample_grad(coordinate: Coordinate, layouts: Sequence[Layout], *args: Any) -> torch.Tensor:
+    return sample_grad(*args, first_row(layouts[-2], coordinate))
 
 
-SAMPLE_GRAD = LocalCall(_sample_grad, collective=True)
+SAMPLE_GRAD = LocalCall(_sample_grad, per_rank=True)
 
 
 def _sample_grad_choices(call: Call) -> Iterator[Choice]:
@@ -283,19 +269,18 @@ def largest_grad(
 
 
 def _largest_grad(
-    layouts: Sequence[Layout], grad: torch.Tensor, won: torch.Tensor, num_rows: int
+    coordinate: Coordinate,
+    layouts: Sequence[Layout],
+    grad: torch.Tensor,
+    won: torch.Tensor,
+    num_rows: int,
 ) -> torch.Tensor:
     table = layouts[-1]
-
-    def here(coordinate: Coordinate, grad: torch.Tensor, won: torch.Tensor) -> torch.Tensor:
-        return largest_grad(
-            grad, won, table.local_shape(coordinate)[0], first_row(table, coordinate)
-        )
-
-    return each_rank(table.grid, here, grad, won, axes=table.axes_of(0))
+    num_rows = table.local_shape(coordinate)[0]
+    return largest_grad(grad, won, num_rows, first_row(table, coordinate))
 
 
-LARGEST_GRAD = LocalCall(_largest_grad, collective=True)
+LARGEST_GRAD = LocalCall(_largest_grad, per_rank=True)
 
 
 def _largest_grad_choices(call: Call) -> Iterator[Choice]:
