@@ -32,7 +32,7 @@ from shardwise.dispatch.rule import (
     table,
 )
 from shardwise.lookup.ids import check_ids, has_values, local_rows
-from shardwise.ops.lookup.rank_bags import MODE_SUM, Bags, pooled, pooled_grad, row_grads
+from shardwise.ops.lookup.rank_bags import MODE_SUM, pooled, pooled_grad, row_grads, scale_rows
 from shardwise.redistribute.execute import execute
 from shardwise.redistribute.steps import find_steps
 from shardwise.simulation.ranks import each_rank
@@ -302,37 +302,15 @@ def renorm(
     """Scale down the rows of the ids that this rank owns, in place."""
     table = layouts[0]
     check_ids(ids, layouts[1], table.shape[0])
-    known = has_values(ids)
 
     def here(coordinate: Coordinate, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        if not weight.shape[0]:
-            return weight
-        if known:
-            bags = Bags(ids.reshape(-1), None, None, -1)
-            query, _ = bags.query(weight.shape[0], first_row(table, coordinate))
-            return torch.embedding_renorm_(weight, query.ids, max_norm, norm_type)
-        return _masked_renorm(table, coordinate, weight, ids.reshape(-1), max_norm, norm_type)
+        rows = ids.reshape(-1), None, None, -1
+        scale_rows(weight, *rows, max_norm, norm_type, first_row(table, coordinate))
+        return weight
 
     with torch.no_grad():
         each_rank(table.grid, here, weight, ids, axes=table.axes_of(0))
     return weight
-
-
-def _masked_renorm(
-    table: Layout,
-    coordinate: Coordinate,
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    max_norm: float,
-    norm_type: float,
-) -> torch.Tensor:
-    """As torch's op on the owned rows, without data-dependent sizes."""
-    rows, foreign = local_rows(table, coordinate, ids)
-    norms = weight[rows].norm(norm_type, -1)
-    scales = torch.where((norms > max_norm) & ~foreign, max_norm / (norms + 1e-7), 1.0)
-    # Another rank's id has an arbitrary row here, which may also be looked up: one factor per row.
-    factors = torch.ones_like(weight[:, 0]).scatter_reduce(0, rows, scales, "amin")
-    return weight.index_copy_(0, rows, weight[rows] * factors[rows].unsqueeze(-1))
 
 
 RENORM = LocalCall(renorm, collective=True)

@@ -141,7 +141,8 @@ def _one_op(name: str, rest: str, shapes: _Fn) -> Callable[[_Fn], _Fn]:
     `rest` is the end of the op's schema; see Note [One op of a graph].
     """
     bags = "Tensor ids, Tensor? offsets, Tensor? weights, int padding_idx"
-    _library.define(f"{name}(Tensor values, {bags}, {rest}")
+    written = "(a!)" if name.endswith("_") else ""
+    _library.define(f"{name}(Tensor{written} values, {bags}, {rest}")
 
     def unpacked(fn: _Fn) -> _Fn:
         return lambda values, *args: fn(values, Bags(*args[:4]), *args[4:])
@@ -288,6 +289,24 @@ def sample_grad(
     if places is None:
         places = bags.places[: products.shape[0]]
     return found.index_copy_(0, places, products).view(bags.ids.shape)
+
+
+@_one_op(
+    "rows_renorm_",
+    "float max_norm, float norm_type, SymInt? first_row=None) -> ()",
+    lambda *_: None,
+)
+def scale_rows(
+    weight: torch.Tensor,
+    bags: Bags,
+    max_norm: float,
+    norm_type: float,
+    first_row: int | None = None,
+) -> None:
+    """Scale down the rows here that are looked up, in place."""
+    if weight.shape[0]:
+        query, _ = bags.query(weight.shape[0], first_row)
+        torch.embedding_renorm_(weight, query.ids, max_norm, norm_type)
 
 
 # -- the largest ---------------------------------------------------------------------------------
