@@ -19,9 +19,8 @@ import torch
 
 from shardwise._torch.functions import check_size
 from shardwise.lookup.backends.backend import Backend, PartQuery, Query
-from shardwise.lookup.backends.registry import ByDevice, make_backend
-from shardwise.lookup.backends.torch_kernels import bag_of_id, products_of_rows
-from shardwise.lookup.ids import has_values
+from shardwise.lookup.backends.registry import ByDevice
+from shardwise.lookup.ids import has_values, segment_sums
 from shardwise.lookup.ids import places as true_places
 from shardwise.lookup.optimizers import SGD, RowUpdate
 
@@ -29,7 +28,7 @@ MODE_SUM, MODE_MEAN, MODE_MAX = 0, 1, 2
 
 Optional = torch.Tensor | None
 
-_BY_DEVICE, _TORCH = ByDevice(), make_backend("torch")
+_BY_DEVICE = ByDevice()
 
 
 def fused_backend(values: torch.Tensor) -> Backend | None:
@@ -88,27 +87,39 @@ class Bags(NamedTuple):
             edges = torch.nn.functional.pad(real.cumsum(0), (1, 0))[edges]
         return rows / edges.diff().clamp(min=1).unsqueeze(-1)
 
-    def query(self, num_rows: int, first_row: int | None) -> tuple[Query, Optional]:
-        """The ids that count here, as rows of this rank; and their positions, None for all."""
-        flat, weights = self.ids.reshape(-1), _flat(self.weights)
+    def found(self, num_rows: int, first_row: int | None) -> tuple[torch.Tensor, Optional]:
+        """The rows here of the ids that count, and their positions; None for those of all ids."""
+        flat = self.ids.reshape(-1)
         if self.offsets is not None:  # later ids are in no bag
-            end = int(self.offsets[-1]) if self.num_bags else 0
-            flat, weights = flat[:end], None if weights is None else weights[:end]
+            flat = flat[: int(self.offsets[-1]) if self.num_bags else 0]
         keep = None
         if first_row is not None:
-            keep = (flat >= first_row) & (flat < first_row + num_rows)
+            rows = flat - first_row
+            keep = (rows >= 0).logical_and_(rows < num_rows)
+        else:
+            rows = flat
         if self.padding_idx >= 0:
             real = flat != self.padding_idx
-            keep = real if keep is None else keep & real
-        if keep is None:
-            return Query(flat, None if self.single else self.bounds.diff(), weights), None
-        places = true_places(keep)
-        rows = flat.index_select(0, places)
-        return Query(
-            rows - first_row if first_row else rows,
-            torch.searchsorted(places, self.bounds).diff(),
-            None if weights is None else weights.index_select(0, places),
-        ), places
+            keep = real if keep is None else keep.logical_and_(real)
+        if keep is not None:
+            places = true_places(keep)
+            return rows.index_select(0, places), places
+        all_in_bags = rows.shape[0] == self.ids.numel()
+        return rows, None if all_in_bags else self.places[: rows.shape[0]]
+
+    def weights_at(self, places: Optional) -> Optional:
+        flat = _flat(self.weights)
+        return flat if flat is None or places is None else flat.index_select(0, places)
+
+    def edges(self, places: Optional) -> torch.Tensor:
+        """As `bounds`, among the ids at these positions."""
+        return self.bounds if places is None else torch.searchsorted(places, self.bounds)
+
+    def per_id(self, grad: torch.Tensor, places: Optional) -> torch.Tensor:
+        """For each id at these positions, the row of its bag."""
+        if places is None:
+            return grad if self.single else grad.index_select(0, self.bag_of(self.places))
+        return grad.index_select(0, self.bag_of(places))
 
     def fused_query(self, first_row: int | None) -> PartQuery:
         """All ids, for kernels that skip those that do not count here."""
@@ -199,7 +210,9 @@ def pooled(
     if fused is not None:
         found = fused.look_up(weight, bags.fused_query(first_row))
     else:
-        found = _TORCH.look_up(weight, bags.query(weight.shape[0], first_row)[0])
+        rows, places = bags.found(weight.shape[0], first_row)
+        edges = bags.edges(places).to(rows.dtype)
+        found = segment_sums(weight, rows, edges, bags.weights_at(places))
     return bags.averaged(found).to(weight.dtype) if mode == MODE_MEAN else found
 
 
@@ -255,18 +268,19 @@ def row_grads(
     first_row: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows here that were looked up, maybe with repeats, and the gradient of each."""
-    query, places = bags.query(num_rows, first_row)
+    rows, places = bags.found(num_rows, first_row)
+    weights = bags.weights_at(places)
     grad = bags.averaged(grad).to(grad.dtype) if mode == MODE_MEAN else grad
     fused = None if by_freq or not grad.shape[1] else fused_backend(grad)
     if fused is not None:
+        query = Query(rows, bags.edges(places).diff(), weights)
         return fused.row_gradient(grad, query, grad)  # of the table, only the width is read
-    one_each = places is None and bags.single
-    values = grad if one_each else grad.index_select(0, bag_of_id(query))
-    if query.weights is not None:
-        values = values * query.weights.unsqueeze(-1)
+    values = bags.per_id(grad, places)
+    if weights is not None:
+        values = values * weights.unsqueeze(-1)
     if by_freq:
-        values = values / times(query.ids).unsqueeze(-1)
-    return query.ids, values
+        values = values / times(rows).unsqueeze(-1)
+    return rows, values
 
 
 @_one_op(
@@ -284,11 +298,11 @@ def sample_grad(
     if fused_backend(weight) is not None:
         found = _BY_DEVICE.weight_gradient(weight, bags.fused_query(first_row), grad)
         return found.to(grad.dtype).view(bags.ids.shape)
-    query, places = bags.query(weight.shape[0], first_row)
-    products = products_of_rows(weight, query, grad)
-    if places is None:
-        places = bags.places[: products.shape[0]]
-    return found.index_copy_(0, places, products).view(bags.ids.shape)
+    rows, places = bags.found(weight.shape[0], first_row)
+    products = weight.index_select(0, rows).mul_(bags.per_id(grad, places)).sum(1)
+    if places is not None:
+        products = found.index_copy_(0, places, products)
+    return products.view(bags.ids.shape)
 
 
 @_one_op(
@@ -305,8 +319,8 @@ def scale_rows(
 ) -> None:
     """Scale down the rows here that are looked up, in place."""
     if weight.shape[0]:
-        query, _ = bags.query(weight.shape[0], first_row)
-        torch.embedding_renorm_(weight, query.ids, max_norm, norm_type)
+        rows, _ = bags.found(weight.shape[0], first_row)
+        torch.embedding_renorm_(weight, rows, max_norm, norm_type)
 
 
 # -- the largest ---------------------------------------------------------------------------------
