@@ -199,6 +199,19 @@ def test_only_sums_travel(mesh):
     ]
 
 
+def test_a_table_stays_where_it_is(mesh):
+    """Also where it is smaller than the ids and the bags."""
+    weight = lay(torch.randn(ROWS, 128), mesh, [S0])
+    ids = lay(torch.randint(0, ROWS, (256, 15)), mesh, [S0])
+    with CommDebugMode() as comm:
+        found = F.embedding_bag(ids, weight, mode="sum")
+    assert found.placements == (S0,)
+    assert [(e.kind, e.num_bytes) for e in comm.events] == [
+        ("all_gather_into_tensor", 64 * 15 * 8),
+        ("reduce_scatter_tensor", 256 * 128 * 4),
+    ]
+
+
 @pytest.mark.parametrize("placement", LINE, ids=repr)
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_an_id_out_of_range_is_an_error(mesh, placement, mode):

@@ -22,7 +22,7 @@ from shardwise.comm.collectives import collective_s
 from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate
-from shardwise.core.placements import SUM, Shard
+from shardwise.core.placements import SUM, Placement, Shard
 from shardwise.core.sizes import shard_range
 from shardwise.core.untraced import SkipsNone, UntracedFunction, differentiated_once
 from shardwise.dispatch.propagate import forbid_sent
@@ -200,6 +200,14 @@ def _sparse_grad_choices(call: Call) -> Iterator[Choice]:
     return lookup_grad_choices(call, SPARSE_GRAD)
 
 
+def _owed(own: Placement, of_rows: Placement, last: int) -> Placement:
+    """How the gradient of a table lies along an axis, given the table and the rows looked up."""
+    if own.is_shard() or not isinstance(of_rows, Shard):
+        return own
+    # A table that is replicated: some of its columns were looked up, or some of the ids.
+    return Shard(1, of_rows.sizes) if of_rows.dim == last else SUM
+
+
 def _returned(
     grad: Any, route: tuple[Layout, Routing], layout: Layout, padding_idx: int, sparse: bool
 ) -> Any:
@@ -208,15 +216,12 @@ def _returned(
     `route` is the layout of the rows that were looked up, and the way that their ids took.
     """
     looked_up, routing = route
-    grad = redistribute(grad, placed_like(looked_up, grad._layout))
     if watch.strict:
         sent = CollectiveCost("all_to_all", local_bytes(grad._layout))
         forbid_sent(_table_grad, (grad._layout,), ((routing.axis, sent),))
-    # Over an axis that shards the ids alone, each rank has terms of the gradient.
-    placements = tuple(
-        own if own.is_shard() or not of_rows.is_shard() else SUM
-        for own, of_rows in zip(layout.placements, looked_up.placements, strict=True)
-    )
+    grad = redistribute(grad, placed_like(looked_up, grad._layout))
+    pairs = zip(layout.placements, looked_up.placements, strict=True)
+    placements = tuple(_owed(*pair, looked_up.ndim - 1) for pair in pairs)
     layout = layout.with_placements(placements, layout.order)
 
     def flat(_: Coordinate, grad: torch.Tensor) -> torch.Tensor:

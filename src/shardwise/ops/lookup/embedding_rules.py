@@ -32,7 +32,7 @@ from shardwise.dispatch.rule import (
     table,
 )
 from shardwise.lookup.ids import check_ids, has_values, local_rows
-from shardwise.ops.lookup.rank_bags import MODE_SUM, pooled, pooled_grad, row_grads, scale_rows
+from shardwise.ops.lookup.rank_bags import MODE_SUM, Bags, pooled_grad, row_grads, scale_rows
 from shardwise.redistribute.execute import execute
 from shardwise.redistribute.steps import find_steps
 from shardwise.simulation.ranks import each_rank
@@ -42,8 +42,7 @@ aten = torch.ops.aten
 _dense_backward = aten.embedding_dense_backward.default._op
 #: Up to this many ids, torch's CPU kernel is faster than the calls that replace it.
 _FEW_IDS = 64
-#: From this many ids on, bags of one id each are faster than reading a row for each: those of ids
-#: of other ranks are empty.
+#: From this many ids on, selecting the owned ones is faster than reading a row for each.
 _MANY_IDS = 1024
 
 # -- choices ---------------------------------------------------------------------------------
@@ -174,9 +173,11 @@ def _owned_lookup(
     if weight.shape[0] == 0:
         return weight.new_zeros((*ids.shape, weight.shape[1]))
     if type(ids) is torch.Tensor and ids.is_cpu and ids.numel() >= _MANY_IDS:
-        found = pooled(
-            weight, ids.reshape(-1), None, None, -1, MODE_SUM, first_row(table, coordinate)
-        )
+        bags = Bags(ids.reshape(-1), None, None, -1)
+        rows, places = bags.found(weight.shape[0], first_row(table, coordinate))
+        assert places is not None, "rows of this table are sharded"
+        found = weight.new_zeros((ids.numel(), weight.shape[1]))
+        found.index_copy_(0, places, weight.index_select(0, rows))
         return found.view(*ids.shape, weight.shape[1])
     row, foreign = local_rows(table, coordinate, ids)
     return torch.embedding(weight, row).masked_fill_(foreign.unsqueeze(-1), 0)
