@@ -22,7 +22,7 @@ from shardwise.kernels.lookup import (
     row_lookup,
 )
 from shardwise.kernels.tables import IdBags, KnownSets, TableSet, first_bags, one_after_another
-from shardwise.kernels.update import row_sums, update
+from shardwise.kernels.update import add_gradients, row_sums, update
 from shardwise.lookup.backends.backend import PartQuery, Query
 from shardwise.lookup.ids import edges_of
 from shardwise.lookup.optimizers import (
@@ -78,6 +78,12 @@ class TritonBackend:
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
     ) -> None:
         self.update_stacks([weight], [query], [grad], [rule])
+
+    def add_gradients(self, table: torch.Tensor, query: Query, grad: torch.Tensor) -> torch.Tensor:
+        """Add the gradients of a table of this shape to `table`, and return it."""
+        batch = self._batch([table], [query])
+        add_gradients(batch.tables, batch.trace(), _flat([grad]))
+        return table
 
     def weight_gradient(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise._torch.functions import check_size
-from shardwise.lookup.backends.backend import Backend, PartQuery, Query
+from shardwise.lookup.backends.backend import PartQuery, Query
 from shardwise.lookup.backends.registry import ByDevice
 from shardwise.lookup.ids import has_values, segment_sums
 from shardwise.lookup.ids import places as true_places
-from shardwise.lookup.optimizers import SGD, RowUpdate
 
 MODE_SUM, MODE_MEAN, MODE_MAX = 0, 1, 2
 
@@ -31,7 +30,7 @@ Optional = torch.Tensor | None
 _BY_DEVICE = ByDevice()
 
 
-def fused_backend(values: torch.Tensor) -> Backend | None:
+def fused_backend(values: torch.Tensor) -> Any:
     """The fused kernels of a GPU, if they take this table or this gradient of one."""
     if not values.is_cuda or type(values) not in (torch.Tensor, torch.nn.Parameter):
         return None
@@ -216,14 +215,6 @@ def pooled(
     return bags.averaged(found).to(weight.dtype) if mode == MODE_MEAN else found
 
 
-def _add_at_rate_one() -> RowUpdate:
-    optimizer = SGD(lr=1)
-    optimizer.lr = -1
-    return RowUpdate(optimizer, {}, 1)
-
-
-#: The gradient of a table is what this step makes of zeros.
-_ADD = _add_at_rate_one()
 _GRADIENT = "SymInt num_rows, int mode, bool by_freq, SymInt? first_row=None) -> "
 
 
@@ -249,8 +240,7 @@ def pooled_grad(
         rows, values = row_grads(grad, *bags, num_rows, mode, by_freq, first_row)
         return found.index_add_(0, rows, values)
     grad = bags.averaged(grad) if mode == MODE_MEAN else grad
-    fused.update(found, bags.fused_query(first_row), grad, _ADD)
-    return found
+    return fused.add_gradients(found, bags.fused_query(first_row), grad)
 
 
 def _row_grad_shapes(grad: torch.Tensor, bags: Bags, *_: Any) -> Any:
@@ -295,8 +285,9 @@ def sample_grad(
     found = grad.new_zeros(bags.ids.numel())
     if not weight.numel() or not grad.numel():
         return found.view(bags.ids.shape)
-    if fused_backend(weight) is not None:
-        found = _BY_DEVICE.weight_gradient(weight, bags.fused_query(first_row), grad)
+    fused = fused_backend(weight)
+    if fused is not None:
+        found = fused.weight_gradient(weight, bags.fused_query(first_row), grad)
         return found.to(grad.dtype).view(bags.ids.shape)
     rows, places = bags.found(weight.shape[0], first_row)
     products = weight.index_select(0, rows).mul_(bags.per_id(grad, places)).sum(1)
@@ -334,7 +325,7 @@ def largest(weight: torch.Tensor, bags: Bags, first_row: int | None) -> tuple[An
     flat = bags.ids.reshape(-1)
     fused = fused_backend(weight)
     if fused is not None and weight.shape[1]:
-        best, place = fused.largest(weight, bags.fused_query(first_row))  # type: ignore[attr-defined]
+        best, place = fused.largest(weight, bags.fused_query(first_row))
         none = place < 0
         return best.masked_fill_(none, -math.inf), place.masked_fill_(none, flat.shape[0])
     keep = flat != bags.padding_idx
