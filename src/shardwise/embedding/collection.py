@@ -47,11 +47,10 @@ from shardwise.lookup.backends.backend import Backend
 from shardwise.lookup.backends.registry import is_fused, make_backend
 from shardwise.lookup.ids import edges_of
 from shardwise.lookup.optimizers import FusedOptimizer
-from shardwise.lookup.prefetch import OutsideBatch, PrefetchedBatch, PrefetchQueue
+from shardwise.lookup.prefetch import OutsideBatch, PrefetchedBatch
 from shardwise.lookup.routing import Route
-from shardwise.lookup.scratch import Scratch
 from shardwise.lookup.tiling import Table, TableTiling, checked_tables
-from shardwise.simulation.ranks import agreed, localize, present
+from shardwise.simulation.ranks import agreed, localize
 
 REDUCTIONS = ("mean", "sum")
 _ADDRESS = torch.Tensor.data_ptr
@@ -150,20 +149,14 @@ class _Collection(nn.Module):
         if self._settings is not None and optimizer is None:
             optimizer = InBackward(self._settings, stacks, self._backend)
         route = Route(stacks.tiling, pooled=self._pooled, dtype=stacks.dtype)
-        grid = stacks.grid
-        # Without an exchange the buffer itself is returned; a GPU's allocator caches memory anyway.
-        sends = grid is not None and len(present(grid)) < len(grid.ranks) and route.travels
-        scratch = Scratch(keep=sends and stacks.device.type == "cpu")
         self._engine = CollectionEngine(
             route=route,
-            grid=grid,
+            grid=stacks.grid,
             stacks=stacks,
             backend=self._backend,
             optimizer=optimizer,
             sparse=self._sparse,
             scale=scale,
-            scratch=scratch,
-            queue=PrefetchQueue(),
             exchange_dtype=exchange_dtype,
             writes=self._writes,
             alone=make_alone(self._backend, route, stacks, optimizer, wait=self._check == "now"),

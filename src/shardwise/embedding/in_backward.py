@@ -21,7 +21,6 @@ from shardwise.lookup.exchange import combined
 from shardwise.lookup.optimizers import (
     FusedOptimizer,
     RowUpdate,
-    State,
     add_distinct_rows,
     optimizer_settings,
 )
@@ -161,19 +160,29 @@ class InBackward:
 
     def _update_columns(self, lookups: list[list[Lookups]]) -> list[list[int]]:
         """Update the stacks that share squares with other ranks; returns them, per rank present."""
-        places = range(len(self.stacks.ranks))
-        if not self.settings.needs_whole_rows:
-            return [[] for _ in places]
-        joint = self._columns.stacks
-        lookups_of = [
-            {k: _joined([each[place][k] for each in lookups]) for k in joint[place]}
-            for place in places
+        if not self.settings.needs_whole_rows or not self._columns.are_there:
+            return [[] for _ in self.stacks.ranks]
+        found: list[dict[int, Scaled]] = [
+            {k: self._scaled(place, k, [each[place][k] for each in lookups]) for k in mine}
+            for place, mine in enumerate(self._columns.stacks)
         ]
-        if self._columns.are_there:
-            update_together(
-                self.stacks, self._columns, self._backend, self.settings, self._states, lookups_of
-            )
-        return joint
+        for place, squares in enumerate(self._columns.mean_squares(found)):
+            for k, scaled in found[place].items():
+                state = self._states[place][k]
+                factors = self.settings.row_factors(scaled.rows, squares[k], state)
+                scaled.add(self.stacks.weights[place][k], factors)
+        return self._columns.stacks
+
+    def _scaled(self, place: int, stack: int, lookups: list[tuple[Query, torch.Tensor]]) -> Scaled:
+        query, grad = _joined(lookups)
+        weight, own = self.stacks.weights[place][stack], getattr(self._backend, "scaled_rows", None)
+        if own is not None and not self.settings.weight_decay:
+            scaled = own(weight, query, grad)
+            if scaled is not None:
+                return scaled
+        rows, values = self._backend.row_gradient(weight, query, grad)
+        self.settings.decay(weight, rows, values)
+        return GradientRows(rows, values)
 
     def _apply_copies(self, copies: list[list[dict[int, Rows]]]) -> None:
         done: set[int] = set()
@@ -445,39 +454,3 @@ class _RankSquares(NamedTuple):
     dense: torch.Tensor
     at: torch.Tensor
     dims: torch.Tensor
-
-
-def update_together(
-    stacks: Stacks,
-    columns: SharedColumns,
-    backend: Backend,
-    optimizer: FusedOptimizer,
-    states: Sequence[Sequence[State]],
-    lookups: Sequence[Lookups],
-) -> None:
-    """Update the stacks that hold columns, with the squares of whole rows."""
-    found = [
-        {k: _scaled(stacks.weights[n][k], backend, optimizer, *each) for k, each in queries.items()}
-        for n, queries in enumerate(lookups)
-    ]
-    for place, squares in enumerate(columns.mean_squares(found)):
-        for k, scaled in found[place].items():
-            weight, state = stacks.weights[place][k], states[place][k]
-            scaled.add(weight, optimizer.row_factors(scaled.rows, squares[k], state))
-
-
-def _scaled(
-    weight: torch.Tensor,
-    backend: Backend,
-    optimizer: FusedOptimizer,
-    query: Query,
-    grad: torch.Tensor,
-) -> Scaled:
-    own = getattr(backend, "scaled_rows", None)
-    if own is not None and not optimizer.weight_decay:
-        scaled = own(weight, query, grad)
-        if scaled is not None:
-            return scaled
-    rows, values = backend.row_gradient(weight, query, grad)
-    optimizer.decay(weight, rows, values)
-    return GradientRows(rows, values)

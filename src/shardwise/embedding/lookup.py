@@ -57,10 +57,13 @@ class CollectionEngine(Engine):
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """All parameters, which are views of the stacks, and which tables backward updates."""
+    """What backward updates, and how often that had been updated before the lookup."""
 
+    optimizer: InBackward
+    num_steps: int
+    #: All of them; they are views of the stacks.
     parameters: list[torch.Tensor]
-    #: None for all of them.
+    #: Which of their tables are updated; None for all.
     trained: list[bool] | None
 
 
@@ -86,16 +89,16 @@ def run_lookup(
     ):
         weights = _START  # for other ranks, whose gradients this one helps to make
     if engine.optimizer is None:
-        return _Lookup.apply(engine, batch, joined, weights, *parameters)
+        return _Lookup.apply(engine, batch, joined, None, weights, None, *parameters)
     trained: list[bool] | None = []
     if torch.is_grad_enabled():
         with without_subclass_functions():  # twice as fast; there may be a thousand tables
             is_frozen = not all(map(_REQUIRES_GRAD, parameters))
             trained = list(map(_REQUIRES_GRAD, parameters)) if is_frozen else None
-    updated = Updated(parameters, trained)
+    updated = Updated(engine.optimizer, engine.optimizer.num_steps, parameters, trained)
     # The tables are not inputs of autograd then: `start` makes it call backward.
     start = _START if trained is None or True in trained else None
-    return _FusedLookup.apply(engine, batch, joined, updated, weights, start)
+    return _Lookup.apply(engine, batch, joined, updated, weights, start)
 
 
 def _forward(
@@ -105,7 +108,8 @@ def _forward(
     if batch.is_alone:
         outputs, found = batch.look_up(trace=trace)
         return found, outputs
-    grid, outputs_of = engine.grid, engine.rows(engine.stacks, batch.arrive(), joined)
+    grid = engine.grid
+    outputs_of = engine.rows(engine.stacks.weights, batch.arrive(), joined)
     if grid is None:
         return None, tuple(outputs_of[0])
     return None, tuple(one_tensor(grid, column) for column in zip(*outputs_of, strict=True))
@@ -120,7 +124,7 @@ def _backward(
     """Per rank present, the lookups of sharded stacks with their gradients, and the row gradients
     of replicated stacks, summed over ranks; then the gradient of the ids' weights."""
     stacks, grid = engine.stacks, engine.grid
-    lookups, local, found = engine.gradients(stacks, steps, grads, joined)
+    lookups, local, found = engine.gradients(stacks.weights, steps, grads, joined)
     copies = [row_gradients(stacks, n, engine.backend, each) for n, each in enumerate(local)]
     of_weights = None
     if found is not None and steps[0].bags.weights_train:
@@ -129,7 +133,11 @@ def _backward(
 
 
 class _Lookup(UntracedFunction):
-    """A lookup whose backward returns the gradients of the tables' parameters."""
+    """`apply(engine, batch, joined, updated, weights, start, *parameters)`.
+
+    Backward returns the gradients of the parameters, or updates the tables of `updated`, of which
+    no gradient is materialised.
+    """
 
     @staticmethod
     def forward(
@@ -137,50 +145,15 @@ class _Lookup(UntracedFunction):
         engine: CollectionEngine,
         batch: PrefetchedBatch,
         joined: bool,
+        updated: Updated | None,
         weights: torch.Tensor | None,
+        start: torch.Tensor | None,
         *parameters: torch.Tensor,
     ) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
-        ctx.engine, ctx.joined = engine, joined
-        ctx.save_for_backward(weights, *parameters)  # so that autograd checks their versions
-        ctx.batch = batch
-        return _forward(engine, batch, joined, trace=False)[1]
-
-    @staticmethod
-    @differentiated_once("an embedding collection")
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        engine: CollectionEngine = ctx.engine
-        needed = ctx.needs_input_grad[4:]
-        lookups, copies, of_weights = _backward(engine, ctx.batch.arrive(), grads, ctx.joined)
-        rows = [
-            {**row_gradients(engine.stacks, place, engine.backend, queries), **copies[place]}
-            for place, queries in enumerate(lookups)
-        ]
-        found = [
-            table_gradient(engine.stacks, table, rows, sparse=engine.sparse) if need else None
-            for table, need in enumerate(needed)
-        ]
-        return (None, None, None, of_weights, *found)
-
-
-class _FusedLookup(UntracedFunction):
-    """A lookup whose backward updates the tables; no table gradient is materialised."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        engine: CollectionEngine,
-        batch: PrefetchedBatch,
-        joined: bool,
-        updated: Updated,
-        weights: torch.Tensor | None,
-        start: torch.Tensor | None,
-    ) -> tuple[Any, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.engine, ctx.joined = engine, joined
-        ctx.updated, ctx.batch = updated, batch
-        assert engine.optimizer is not None, "fused lookups have an optimizer"
-        ctx.num_steps = engine.optimizer.num_steps
+        ctx.engine, ctx.batch, ctx.joined, ctx.updated = engine, batch, joined, updated
+        if updated is None:
+            ctx.save_for_backward(weights, *parameters)  # so that autograd checks their versions
         ctx.trace, outputs = _forward(engine, batch, joined, trace=ctx.needs_input_grad[5])
         return outputs
 
@@ -188,33 +161,50 @@ class _FusedLookup(UntracedFunction):
     @differentiated_once("an embedding collection")
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         engine: CollectionEngine = ctx.engine
-        updated: Updated = ctx.updated
-        replicas = reduction_for(updated.parameters[0])
-        averaged = replicas is not None and bool(replicas.means)
-        assert engine.optimizer is not None, "fused lookups have an optimizer"
-        plain = updated.trained is None and not averaged and not engine.optimizer.is_holding
-        is_used = any(grad is not None for grad in grads)
-        if ctx.trace is not None and plain and is_used and not ctx.needs_input_grad[4]:
-            ctx.batch.update(ctx.trace, grads)
-            _count_writes(engine, updated.parameters)
-            return None, None, None, None, None, None
-        steps = ctx.batch.arrive()
-        if ctx.num_steps != engine.optimizer.num_steps and weights_train(steps):
-            raise ShardwiseError(
-                "The gradient of the weights of ids needs the rows that were looked up, and "
-                "backward of another lookup has updated the tables since. Run backward inside "
-                "optimizer.hold(), then call optimizer.step()."
-            )
-        lookups, copies, of_weights = _backward(engine, steps, grads, ctx.joined)
-        if updated.trained is not None:
-            _leave_out(engine.stacks, updated.trained, lookups, copies)
-        if replicas is not None and averaged:
-            lookups, copies = mean_over_replicas(
-                engine.stacks, engine.backend, replicas, lookups, copies
-            )
-        engine.optimizer.take(lookups, copies, of_replicas=averaged)
+        if ctx.updated is not None:
+            return None, None, None, None, _update(ctx, ctx.updated, grads), None
+        lookups, copies, of_weights = _backward(engine, ctx.batch.arrive(), grads, ctx.joined)
+        rows = [
+            {**row_gradients(engine.stacks, place, engine.backend, queries), **copies[place]}
+            for place, queries in enumerate(lookups)
+        ]
+        found = [
+            table_gradient(engine.stacks, table, rows, sparse=engine.sparse) if need else None
+            for table, need in enumerate(ctx.needs_input_grad[6:])
+        ]
+        return (None, None, None, None, of_weights, None, *found)
+
+
+def _update(
+    ctx: Any, updated: Updated, grads: tuple[torch.Tensor | None, ...]
+) -> torch.Tensor | None:
+    """Update the tables in backward; the gradient of the weights of ids."""
+    engine: CollectionEngine = ctx.engine
+    optimizer, replicas = updated.optimizer, reduction_for(updated.parameters[0])
+    averaged = replicas is not None and bool(replicas.means)
+    plain = updated.trained is None and not averaged and not optimizer.is_holding
+    is_used = any(grad is not None for grad in grads)
+    if ctx.trace is not None and plain and is_used and not ctx.needs_input_grad[4]:
+        ctx.batch.update(ctx.trace, grads)
         _count_writes(engine, updated.parameters)
-        return None, None, None, None, of_weights, None
+        return None
+    steps = ctx.batch.arrive()
+    if updated.num_steps != optimizer.num_steps and weights_train(steps):
+        raise ShardwiseError(
+            "The gradient of the weights of ids needs the rows that were looked up, and backward "
+            "of another lookup has updated the tables since. Run backward inside "
+            "optimizer.hold(), then call optimizer.step()."
+        )
+    lookups, copies, of_weights = _backward(engine, steps, grads, ctx.joined)
+    if updated.trained is not None:
+        _leave_out(engine.stacks, updated.trained, lookups, copies)
+    if replicas is not None and averaged:
+        lookups, copies = mean_over_replicas(
+            engine.stacks, engine.backend, replicas, lookups, copies
+        )
+    optimizer.take(lookups, copies, of_replicas=averaged)
+    _count_writes(engine, updated.parameters)
+    return of_weights
 
 
 def _count_writes(engine: CollectionEngine, parameters: list[torch.Tensor]) -> None:

@@ -9,8 +9,8 @@ the ranks present, one after another: one in a real process, all in a simulated 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +22,10 @@ from shardwise.lookup.ids import edges_of, repeated, segment_sums
 from shardwise.lookup.messages import SplitIds
 from shardwise.lookup.prefetch import PrefetchQueue
 from shardwise.lookup.routing import LegBlock, Route, RowGroup
-from shardwise.lookup.scratch import Scratch
+from shardwise.lookup.scratch import Lent
 from shardwise.lookup.step import (
     RankStep,
-    block_views,
+    by_piece,
     exchange_rows,
     gradients_per_stack,
     look_up,
@@ -34,12 +34,8 @@ from shardwise.lookup.step import (
 )
 from shardwise.simulation.ranks import part_per_rank
 
-
-class Held(Protocol):
-    """`weights[i][k]` is stack k of the i-th rank present."""
-
-    weights: list[list[torch.Tensor]]
-    dtype: torch.dtype
+#: `weights[i][k]` is stack k of the i-th rank present.
+Weights = Sequence[Sequence[torch.Tensor]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,18 +47,20 @@ class Engine:
     backend: Backend
     #: The factor of gradients: one over the number of ranks, or one.
     scale: float
-    #: Send buffer of both directions; what was sent has arrived before the next write.
-    scratch: Scratch
     #: Batches whose ids are sent while rows or gradients are exchanged.
-    queue: PrefetchQueue
+    queue: PrefetchQueue = field(default_factory=PrefetchQueue)
+    #: The send buffer of both directions.
+    scratch: Lent = field(default_factory=Lent)
     #: The dtype in which rows and gradients are sent; None: that of the tables.
     exchange_dtype: torch.dtype | None = None
 
-    def rows(self, held: Held, steps: Sequence[RankStep], joined: bool) -> list[list[torch.Tensor]]:
+    def rows(
+        self, weights: Weights, steps: Sequence[RankStep], joined: bool
+    ) -> list[list[torch.Tensor]]:
         """Per rank present, one tensor per feature; with `joined`, one with all side by side."""
         answers, local_rows = [], []
-        for step, weights in zip(steps, held.weights, strict=True):
-            flat, local = look_up(self.route, step, weights, held.dtype, self.backend, self.scratch)
+        for step, mine in zip(steps, weights, strict=True):
+            flat, local = look_up(self.route, step, mine, self.backend, self.scratch)
             answers.append(flat)
             local_rows.append(local)
         received = self._exchange(steps, answers, back=False)
@@ -73,7 +71,7 @@ class Engine:
 
     def gradients(
         self,
-        held: Held,
+        weights: Weights,
         steps: Sequence[RankStep],
         grads: Sequence[torch.Tensor | None],
         joined: bool,
@@ -91,24 +89,20 @@ class Engine:
             per_rank = [list(row) for row in zip(*columns, strict=True)]
         buffers, local_rows = [], []
         for step, each in zip(steps, per_rank, strict=True):
-            flat, local = flatten_gradients(
-                route, step, each, held.dtype, self.scale, joined, self.scratch
-            )
+            flat, local = flatten_gradients(route, step, each, self.scale, joined, self.scratch)
             buffers.append(flat)
             local_rows.append(local)
         received = self._exchange(steps, buffers, back=True)
         lookups: list[Lookups] = []
         all_local: list[Lookups] = []
         for step, flat, local in zip(steps, received, local_rows, strict=True):
-            per_stack = gradients_per_stack(route, step, flat) if step.requests else {}
+            per_stack = gradients_per_stack(route, step, flat)
             lookups.append({k: (step.query(k), grad) for k, grad in per_stack.items()})
             all_local.append({k: (step.query(k), grad) for k, grad in local.items()})
         of_weights = None
         if weights_train(steps):
             # Before any row changes. The weights are this rank's own: no mean over ranks.
-            found = weight_gradients(
-                route, grid, steps, held.weights, lookups, all_local, self.backend
-            )
+            found = weight_gradients(route, grid, steps, weights, lookups, all_local, self.backend)
             of_weights = [part / self.scale for part in found]
         return lookups, all_local, of_weights
 
@@ -138,26 +132,17 @@ def assemble_output(
 ) -> list[torch.Tensor]:
     """One tensor per feature, or one with all of them side by side, from the received rows."""
     counts = _row_counts(route, step)
-    by_strips = joined and route.strips is not None
+    by_strips = joined and route.has_strips
     whole = flat.new_empty(int(counts[0]), sum(route.dims)) if by_strips else flat
     parts: list[Any] = [None] * route.columns.num_parts
-    of_groups: list[list[torch.Tensor]] = [[] for _ in route.groups]
-    for block, rows in block_views(route, step, flat):
-        if block.group >= 0:
-            of_groups[block.group].append(rows)
-        elif by_strips:
-            target = route.strip(block).of(whole)
-            target.copy_(rows.view(target.shape))
-        else:
-            parts[block.parts] = rows.split(counts[block.features].tolist())
-    for number, (group, found) in enumerate(zip(route.groups, of_groups, strict=True)):
+    for piece, found in by_piece(route, step, flat.split(step.sizes), local):
+        rows = [each.view(-1, piece.width) for each in found]
         if by_strips:
-            _pooled(step, number, found, out=route.strip(group).of(whole))
+            assert piece.strip is not None, "every piece has one"
+            _rows_of(step, piece, rows, out=piece.strip.of(whole))
             continue
-        rows = _put_back(step, number, found) if not route.pooled else _pooled(step, number, found)
-        parts[group.parts] = rows.split(counts[group.features].tolist())
-    for block in route.local_blocks[step.rank]:
-        parts[block.parts] = local[block.stack].split(counts[block.features].tolist())
+        split = _rows_of(step, piece, rows).split(counts[piece.features].tolist())
+        parts[piece.parts] = split
     in_order = () if by_strips else route.columns.in_order(parts)
     if joined:
         whole = whole if by_strips else torch.cat(in_order, 1)
@@ -168,25 +153,32 @@ def assemble_output(
         for mine in route.columns.of_feature
     ]
     _average(route, step, outputs)
-    return outputs if step.repeats is None else step.repeats.spread(outputs)
+    repeats = step.packed.repeats
+    return outputs if repeats is None else repeats.spread(outputs)
 
 
 def _row_counts(route: Route, step: RankStep) -> np.ndarray:
     return step.packed.num_bags if route.pooled else step.packed.num_ids
 
 
-def _pooled(
-    step: RankStep, group: int, found: Sequence[torch.Tensor], out: torch.Tensor | None = None
+def _rows_of(
+    step: RankStep,
+    piece: LegBlock | RowGroup,
+    found: Sequence[torch.Tensor],
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum of the owners' rows, in the memory of the first unless there is `out`."""
-    if step.packed.by_id[group]:
-        rows = _pooled_here(step.packed.split[group], torch.cat(list(found)))
-        return rows if out is None else out.copy_(rows.view(out.shape))
-    total = found[0]
-    for more in found[1:-1]:
-        total.add_(more)
-    last, out = found[-1], total if out is None else out
-    return torch.add(total.view(out.shape), last.view(out.shape), out=out)
+    """The rows of a piece from those of its blocks, in `out` or perhaps in the first of these."""
+    if isinstance(piece, RowGroup) and step.packed.sums(piece):
+        total = found[0]
+        for more in found[1:-1]:
+            total.add_(more)
+        last, out = found[-1], total if out is None else out
+        return torch.add(total.view(out.shape), last.view(out.shape), out=out)
+    rows = found[0]
+    if isinstance(piece, RowGroup):
+        split, rows = step.packed.split[piece.group], torch.cat(list(found))
+        rows = _pooled_here(split, rows) if step.packed.route.pooled else split.in_batch(rows)
+    return rows if out is None else out.copy_(rows.view(out.shape))
 
 
 def _pooled_here(split: SplitIds, rows: torch.Tensor) -> torch.Tensor:
@@ -210,55 +202,44 @@ def _spread_out(split: SplitIds, grad: torch.Tensor) -> torch.Tensor:
     return rows if split.weights is None else rows.mul_(split.weights.to(rows.dtype).unsqueeze(1))
 
 
-def _put_back(step: RankStep, group: int, found: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The owners' rows in the order of the batch's ids."""
-    rows = torch.cat(list(found))
-    return torch.empty_like(rows).index_copy_(0, step.packed.split[group].order, rows)
-
-
 def flatten_gradients(
     route: Route,
     step: RankStep,
     grads: Sequence[torch.Tensor | None],
-    dtype: torch.dtype,
     scale: float,
     joined: bool,
-    scratch: Scratch,
+    scratch: Lent,
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """The gradients of received rows, flat as those came, and of local rows by stack."""
-    if step.repeats is not None:
-        grads = step.repeats.summed(grads)
+    if step.packed.repeats is not None:
+        grads = step.packed.repeats.summed(grads)
+    counts = _row_counts(route, step)
     sample = next((grad for grad in grads if grad is not None), None)
     if sample is None:  # other ranks may have gradients
-        shape = int(_row_counts(route, step)[0]), sum(route.dims) if joined else route.dims[0]
-        sample = torch.zeros(shape, dtype=dtype, device=step.bags.values.device)
+        shape = int(counts[0]), sum(route.dims) if joined else route.dims[0]
+        sample = torch.zeros(shape, dtype=route.dtype, device=step.bags.values.device)
         grads = [sample, *grads[1:]]
-    sizes = [step.packed.rows_of(route, b) * b.width for each in route.blocks for b in each]
-    flat = scratch.numbers(sum(sizes), sample.dtype, sample.device)
+    flat = scratch.numbers(sum(step.sizes), sample.dtype, sample.device)
+    own = {
+        block.stack: sample.new_empty(step.own_requests[block.stack].query.num_bags, block.width)
+        for block in route.local_blocks[step.rank]
+    }
     copy = _copy_of_gradients(route, step, grads, scale, joined)
-    first_of_group: dict[int, torch.Tensor] = {}
-    for block, rows in block_views(route, step, flat):
-        if block.group < 0:
-            copy(block, rows)
-        elif not route.pooled or step.packed.by_id[block.group]:
-            if block.group not in first_of_group:
-                group = route.groups[block.group]
-                num = int(_row_counts(route, step)[group.features].sum())
-                of_group = sample.new_empty(num, block.width)
-                copy(group, of_group)
-                first_of_group[block.group] = _to_owners(route, step, block.group, of_group)
-            rows.copy_(_for_owner(route, step, block, first_of_group[block.group]))
-        elif block.group in first_of_group:
-            rows.copy_(first_of_group[block.group])  # owners of other rows get the same
+    for piece, targets in by_piece(route, step, flat.split(step.sizes), own):
+        first, *others = (target.view(-1, piece.width) for target in targets)
+        if isinstance(piece, RowGroup) and not step.packed.sums(piece):
+            rows = sample.new_empty(int(counts[piece.features].sum()), piece.width)
+            copy(piece, rows)
+            split = step.packed.split[piece.group]
+            rows = _spread_out(split, rows) if route.pooled else rows.index_select(0, split.order)
+            sizes = [target.shape[0] for target in (first, *others)]
+            for target, part in zip((first, *others), rows.split(sizes), strict=True):
+                target.copy_(part)
         else:
-            first_of_group[block.group] = rows
-            copy(route.groups[block.group], rows)
-    local = {}
-    for block in route.local_blocks[step.rank]:
-        rows = sample.new_empty(step.local_requests[block.stack].total_rows, block.width)
-        copy(block, rows)
-        local[block.stack] = rows
-    return flat, local
+            copy(piece, first)
+            for target in others:  # owners of other rows get the same
+                target.copy_(first)
+    return flat, own
 
 
 def _copy_of_gradients(
@@ -269,7 +250,7 @@ def _copy_of_gradients(
     joined: bool,
 ) -> Callable[[LegBlock | RowGroup, torch.Tensor], None]:
     """A function that copies the gradients of a block or group, times `scale`."""
-    if joined and route.strips is not None:
+    if joined and route.has_strips:
         (whole,) = grads
         assert whole is not None, "zeros stand for a missing gradient"
         if route.means:
@@ -277,7 +258,8 @@ def _copy_of_gradients(
             _average(route, step, whole.split(route.dims, dim=1))
 
         def copy_strip(where: LegBlock | RowGroup, rows: torch.Tensor) -> None:
-            of_features = route.strip(where).of(whole)
+            assert where.strip is not None, "every piece has one"
+            of_features = where.strip.of(whole)
             torch.mul(of_features, scale, out=rows.view(of_features.shape))
 
         return copy_strip
@@ -316,20 +298,6 @@ def _columns_of(
     for grad, mine in zip(there, columns.of_feature, strict=True):
         found += grad.split(columns.widths[mine], dim=1)
     return found
-
-
-def _to_owners(route: Route, step: RankStep, number: int, rows: torch.Tensor) -> torch.Tensor:
-    """The gradients of a group's rows in the order of owners."""
-    split = step.packed.split[number]
-    return _spread_out(split, rows) if route.pooled else rows.index_select(0, split.order)
-
-
-def _for_owner(route: Route, step: RankStep, block: LegBlock, rows: torch.Tensor) -> torch.Tensor:
-    """The part of a group's rows, in the order of owners, that a block's rank owns."""
-    num_ids = step.packed.split[block.group].num_sent(step.packed.by_id[block.group])
-    owner = route.groups[block.group].owner_at[block.rank]
-    start = sum(num_ids[:owner])
-    return rows[start : start + num_ids[owner]]
 
 
 def _average(route: Route, step: RankStep, per_feature: Sequence[torch.Tensor]) -> None:

@@ -8,7 +8,8 @@ is a `FeatureRoute`: one feature's ids to one shard), in the order of legs:
 
 Ids count from the first row of the receiver's stack. Where the rows of a table are split, each
 owner gets only the ids of its rows, and lengths that count those. Unpooled lookups send no lengths:
-one row comes back for each id. The integers are int32 unless a stack has 2³¹ rows or more.
+one row comes back for each id. The integers are int32 unless a stack has 2³¹ rows or more. What a
+rank asks of its own copies of replicated tables has the same form, and stays where it is.
 
 Note [Rows instead of sums]
 Each owner of a table that is split by rows returns a partial sum for every bag, whether it has rows
@@ -33,8 +34,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shardwise.lookup.backends.backend import Runs
-from shardwise.lookup.exchange import FeatureBags
+from shardwise.lookup.backends.backend import Query, Runs
+from shardwise.lookup.exchange import FeatureBags, Repeats, without_repeats
 from shardwise.lookup.ids import (
     counted,
     distinct,
@@ -55,7 +56,7 @@ WEIGHTED, WEIGHTS_TRAIN, NEEDS_BACKWARD = 1, 2, 4
 class SplitIds:
     """The ids of a row group's features, in the order of owners."""
 
-    def __init__(self, route: Route, group: RowGroup, parts: _Parts) -> None:
+    def __init__(self, route: Route, group: RowGroup, parts: PerFeature) -> None:
         values = torch.cat(group.of_features(parts.ids)).to(route.row_dtype)
         num_ids = parts.num_ids[group.features]
         num = values.shape[0]
@@ -94,6 +95,10 @@ class SplitIds:
         """Ids to each owner, where rows or sums come back."""
         return self.once.num_ids if by_id and self.once is not None else self.num_ids
 
+    def in_batch(self, values: torch.Tensor) -> torch.Tensor:
+        """What owners sent for each id, in the order of the batch."""
+        return torch.empty_like(values).index_copy_(0, self.order, values)
+
 
 class OnceIds:
     """The ids to each owner, each once and in order."""
@@ -131,26 +136,29 @@ def _per_owner(
     return found, np.diff(edges[:, ends], axis=1)
 
 
-class _Parts:
+class PerFeature:
     """The ids, lengths and weights of each feature, as views."""
 
     def __init__(self, bags: FeatureBags) -> None:
-        self.num_ids = bags.ids_to - bags.ids_from
-        self.num_bags = bags.num_bags
+        self.num_ids, self.num_bags = bags.ids_to - bags.ids_from, bags.num_bags
         self._id_order = _order(bags.ids_from, self.num_ids)
-        self.ids = self.of_ids(bags.values)
-        order = _order(bags.bags_from, self.num_bags)
-        self.lengths = _views(bags.lengths, self.num_bags, order)
+        self._bag_order = _order(bags.bags_from, self.num_bags)
+        self.ids, self.lengths = self.of_ids(bags.values), self.of_bags(bags.lengths)
         self.weights = None if bags.weights is None else self.of_ids(bags.weights)
 
     def of_ids(self, values: torch.Tensor, per_id: int = 1) -> Sequence[torch.Tensor]:
         """Per feature, its share of what is given for each id of the batch."""
         return _views(values, self.num_ids * per_id, self._id_order)
 
-    def in_batch(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers and counts of ids of all features, in the order of the batch."""
-        order = self._id_order
-        return (numbers, self.num_ids) if order is None else (numbers[order], self.num_ids[order])
+    def of_bags(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
+        return _views(values, self.num_bags, self._bag_order)
+
+    def spread(self, numbers: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+        """For each id of the batch, the number of its feature."""
+        counts, order = self.num_ids, self._id_order
+        if order is not None:
+            numbers, counts = numbers[order], counts[order]
+        return spread(torch.from_numpy(numbers), counts, like.shape[0], like.device).to(like.dtype)
 
 
 def _order(starts: np.ndarray, counts: np.ndarray) -> np.ndarray | None:
@@ -168,62 +176,137 @@ def _views(
     return [parts[place] for place in np.argsort(order).tolist()]
 
 
-@dataclass(slots=True)
+#: Per feature, or per owner of a row group: lengths, ids and weights.
+Kinds = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]]
+
+
 class Packed:
     """What one rank sends, and what it needs when rows come back."""
 
-    outgoing: _Outgoing | None
-    num_bags: np.ndarray
-    num_ids: np.ndarray
-    split: list[SplitIds]
-    note: torch.Tensor
-    #: The ids and bags of each group, and whether weights require grad; all ranks get them.
-    told: list[int]
-    #: Which groups get ids and return rows; see Note [Rows instead of sums].
-    by_id: tuple[bool, ...]
+    def __init__(self, route: Route, given: FeatureBags) -> None:
+        self.route, self.given = route, given
+        #: The batch that is sent, and what was left out of it; see Note [Repeated ids].
+        self.bags: FeatureBags = given
+        self.repeats: Repeats | None = None
+        if not route.pooled and route.travels:
+            self.bags, self.repeats = without_repeats(given, route.features.num_rows)
+        parts = self._parts = PerFeature(self.bags)
+        self.num_ids, self.num_bags = parts.num_ids, parts.num_bags
+        self.split = [SplitIds(route, group, parts) for group in route.groups]
+        #: Which groups get ids and return rows; see Note [Rows instead of sums].
+        self.by_id = (False,) * len(self.split)
+        #: The ids and bags of each group, and whether weights require grad; all ranks get them.
+        self.told = [int(self.bags.weights_train)] if self.split else []
+        for group, ids in zip(route.groups, self.split, strict=True):
+            self.told += [sum(ids.num_sent(True)), int(self.num_bags[group.features].sum())]
+        self._whole: Kinds | None = self._pack_whole() if route.has_whole else None
+        #: What it asks of replicated tables, as a message.
+        self.own = self._to_blocks(route.local_blocks[0], [])
 
-    def messages(self, route: Route) -> tuple[torch.Tensor, list[int]]:
+    def _pack_whole(self) -> Kinds:
+        """Of the features whose tables are not split by rows."""
+        route, bags, parts = self.route, self.bags, self._parts
+        values = bags.values.to(route.id_dtype, copy=True)
+        if route.shifts.any():
+            values += parts.spread(route.shifts, values)
+        lengths = parts.of_bags(bags.lengths.to(route.id_dtype)) if route.pooled else ()
+        weights: Sequence[torch.Tensor] = ()
+        if bags.weights is not None:
+            weights = parts.of_ids(self._bits(bags.weights), route.weight_ints)
+        return lengths, parts.of_ids(values), weights
+
+    def _of_group(self, split: SplitIds, by_id: bool) -> Kinds:
+        if by_id:
+            ids = split.ids if split.once is None else split.once.ids
+            return (), ids.split(split.num_sent(True)), ()
+        lengths = split.lengths.to(self.route.id_dtype).unbind(0) if self.route.pooled else ()
+        weights: Sequence[torch.Tensor] = ()
+        if split.weights is not None:
+            sizes = [num * self.route.weight_ints for num in split.num_ids]
+            weights = self._bits(split.weights).split(sizes)
+        return lengths, split.ids.split(split.num_ids), weights
+
+    def _bits(self, weights: torch.Tensor) -> torch.Tensor:
+        bits = weights.to(self.route.weight_dtype).contiguous().view(torch.int32)
+        return bits.to(self.route.id_dtype)
+
+    def messages(self) -> tuple[torch.Tensor, list[int]]:
         """The messages to all ranks, one after another, and their lengths. They are made once."""
-        outgoing, self.outgoing = self.outgoing, None
-        assert outgoing is not None, "a batch is sent once"
         made: dict[int, torch.Tensor] = {}
-        per_group = outgoing.groups(self.by_id)
-        for rank, like in enumerate(route.like):
+        of_groups = [self._of_group(*each) for each in zip(self.split, self.by_id, strict=True)]
+        for rank, like in enumerate(self.route.like):
             if like not in made:
-                made[like] = outgoing.to_rank(rank, per_group)
-        pieces = [made[like] for like in route.like]
+                made[like] = self._to_blocks(self.route.blocks[rank], of_groups)
+        self._whole = None
+        pieces = [made[like] for like in self.route.like]
         return torch.cat(pieces), [piece.shape[0] for piece in pieces]
 
-    def ids_of(self, route: Route, block: LegBlock) -> int:
+    def _to_blocks(self, blocks: Sequence[LegBlock], of_groups: Sequence[Kinds]) -> torch.Tensor:
+        found: list[list[torch.Tensor]] = [[], [], []]
+        for block in blocks:
+            if block.group >= 0:
+                for kind, per_owner in zip(found, of_groups[block.group], strict=True):
+                    kind += per_owner[block.owner : block.owner + 1]
+                continue
+            assert self._whole is not None, "a batch is sent once"
+            lengths, ids, weights = (each and block.of_features(each) for each in self._whole)
+            found[0] += lengths
+            found[1] += self._shifted(block, ids)
+            found[2] += weights
+        pieces = [*found[0], *found[1], *found[2]]
+        nothing = torch.empty(0, dtype=self.route.id_dtype, device=self.bags.values.device)
+        return torch.cat(pieces) if pieces else nothing
+
+    def _shifted(self, block: LegBlock, ids: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        more = block.shifts - self.route.shifts[block.features]
+        if not more.any():
+            return ids
+        counts = self.num_ids[block.features]
+        both = torch.cat(list(ids))
+        return [both + spread(torch.from_numpy(more), counts, both.shape[0], both.device).to(both)]
+
+    def sums(self, piece: LegBlock | RowGroup) -> bool:
+        """Whether each owner returns a row for each bag, not one for each id."""
+        return self.route.pooled and not (piece.group >= 0 and self.by_id[piece.group])
+
+    def ids_of(self, block: LegBlock) -> int:
         """How many ids go to a block."""
+        return self._ids_of(block, block.group >= 0 and self.by_id[block.group])
+
+    def _ids_of(self, block: LegBlock, by_id: bool) -> int:
         if block.group < 0:
             return int(self.num_ids[block.features].sum())
-        num_sent = self.split[block.group].num_sent(self.by_id[block.group])
-        return num_sent[route.groups[block.group].owner_at[block.rank]]
+        return self.split[block.group].num_sent(by_id)[block.owner]
 
-    def rows_of(self, route: Route, block: LegBlock) -> int:
+    def rows_of(self, block: LegBlock) -> int:
         """How many rows come back from a block."""
-        if route.pooled and not _is_by_id(block, self.by_id):
-            return int(self.num_bags[block.features].sum())
-        return self.ids_of(route, block)
+        return int(self.num_bags[block.features].sum()) if self.sums(block) else self.ids_of(block)
 
+    def notes(self) -> torch.Tensor:
+        """A note to each rank; see `note_to`."""
+        return torch.from_numpy(np.stack(list(map(self._note_to, self.route.blocks))))
 
-def _is_by_id(block: LegBlock, by_id: Sequence[bool]) -> bool:
-    return block.group >= 0 and by_id[block.group]
+    def own_note(self) -> torch.Tensor:
+        """The same for what it asks of replicated tables."""
+        return torch.from_numpy(self._note_to(self.route.local_blocks[0])[None])
 
+    def _note_to(self, blocks: Sequence[LegBlock]) -> np.ndarray:
+        """The bags of each feature, the ids to each block, and flags.
 
-def pack(route: Route, bags: FeatureBags) -> Packed:
-    """What one rank sends; see Note [Messages]."""
-    parts = _Parts(bags)
-    split = [SplitIds(route, group, parts) for group in route.groups]
-    told = [int(bags.weights_train)] if split else []
-    for group, ids in zip(route.groups, split, strict=True):
-        told += [sum(ids.num_sent(True)), int(parts.num_bags[group.features].sum())]
-    outgoing = _Outgoing(route, bags, parts, split)
-    by_id = (False,) * len(split)
-    packed = Packed(outgoing, parts.num_bags, parts.num_ids, split, bags.values, told, by_id)
-    packed.note = _notes(route, bags, packed)
-    return packed
+        Where batches decide between sums and rows, there are ids for both.
+        """
+        route, bags = self.route, self.bags
+        note = np.zeros(route.note_width, dtype=np.int64)
+        note[: route.num_features] = self.num_bags
+        for number, by_id in enumerate((False, True) if route.chooses else (False,)):
+            first = route.num_features + number * route.max_blocks
+            note[first : first + len(blocks)] = [self._ids_of(block, by_id) for block in blocks]
+        note[-1] = (
+            WEIGHTED * (bags.weights is not None)
+            + WEIGHTS_TRAIN * bags.weights_train
+            + NEEDS_BACKWARD * bags.needs_backward
+        )
+        return note
 
 
 def groups_by_id(route: Route, told: np.ndarray) -> tuple[bool, ...]:
@@ -238,181 +321,99 @@ def groups_by_id(route: Route, told: np.ndarray) -> tuple[bool, ...]:
     )
 
 
-class _Outgoing:
-    """What one rank sends, in the dtype of messages."""
-
-    def __init__(
-        self, route: Route, bags: FeatureBags, parts: _Parts, split: Sequence[SplitIds]
-    ) -> None:
-        self.route, self.parts, self.split = route, parts, split
-        self._device, self._dtype = bags.values.device, route.id_dtype
-        self._ids: Sequence[torch.Tensor] = ()
-        self._lengths: Sequence[torch.Tensor] = ()
-        self._weights: Sequence[torch.Tensor] | None = None
-        if route.has_whole:
-            values = bags.values.to(route.id_dtype, copy=True)
-            if route.shifts.any():
-                shifts, counts = parts.in_batch(route.shifts)
-                added = spread(torch.from_numpy(shifts), counts, values.shape[0], values.device)
-                values += added.to(values.dtype)
-            self._ids = parts.of_ids(values)
-            if route.pooled:
-                order = _order(bags.bags_from, parts.num_bags)
-                self._lengths = _views(bags.lengths.to(self._dtype), parts.num_bags, order)
-            if bags.weights is not None:
-                self._weights = parts.of_ids(self._bits(bags.weights), route.weight_ints)
-
-    def _bits(self, weights: torch.Tensor) -> torch.Tensor:
-        bits = weights.to(self.route.weight_dtype).contiguous().view(torch.int32)
-        return bits.to(self._dtype)
-
-    def _of_group(self, split: SplitIds, by_id: bool) -> list[Sequence[torch.Tensor]]:
-        """Per owner: lengths, ids, weights."""
-        if by_id:
-            ids = split.ids if split.once is None else split.once.ids
-            return [(), ids.split(split.num_sent(True)), ()]
-        lengths = split.lengths.to(self._dtype).unbind(0)
-        weights: Sequence[torch.Tensor] = ()
-        if split.weights is not None:
-            sizes = [num * self.route.weight_ints for num in split.num_ids]
-            weights = self._bits(split.weights).split(sizes)
-        return [lengths, split.ids.split(split.num_ids), weights]
-
-    def groups(self, by_id: Sequence[bool]) -> list[list[Sequence[torch.Tensor]]]:
-        """What owners get of each group."""
-        return [self._of_group(*each) for each in zip(self.split, by_id, strict=True)]
-
-    def to_rank(
-        self, rank: int, per_group: Sequence[Sequence[Sequence[torch.Tensor]]]
-    ) -> torch.Tensor:
-        """The message to a rank."""
-        found: list[list[torch.Tensor]] = [[], [], []]
-        for block in self.route.blocks[rank]:
-            if block.group >= 0:
-                at = self.route.groups[block.group].owner_at[rank]
-                for kind, per_owner in enumerate(per_group[block.group]):
-                    found[kind] += per_owner[at : at + 1]
-                continue
-            found[0] += block.of_features(self._lengths) if self._lengths else ()
-            found[1] += self._shifted(block)
-            found[2] += () if self._weights is None else block.of_features(self._weights)
-        lengths, ids, weights = found
-        pieces = [*(lengths if self.route.pooled else ()), *ids, *weights]
-        nothing = torch.empty(0, dtype=self._dtype, device=self._device)
-        return torch.cat(pieces) if pieces else nothing
-
-    def _shifted(self, block: LegBlock) -> Sequence[torch.Tensor]:
-        ids = block.of_features(self._ids)
-        more = block.shifts - self.route.shifts[block.features]
-        if not more.any():
-            return ids
-        counts = self.parts.num_ids[block.features]
-        both = torch.cat(ids)
-        return [both + spread(torch.from_numpy(more), counts, both.shape[0], both.device).to(both)]
-
-
-def _notes(route: Route, bags: FeatureBags, packed: Packed) -> torch.Tensor:
-    """Per rank: the bags of each feature, the ids to each of its blocks, and flags.
-
-    Where batches decide between sums and rows, there are ids for both.
-    """
-    notes = np.zeros((route.num_ranks, route.note_width), dtype=np.int64)
-    notes[:, : route.num_features] = packed.num_bags
-    for number, rows in enumerate((False, True) if route.chooses else (False,)):
-        packed.by_id = (rows,) * len(packed.by_id)
-        first = route.num_features + number * route.max_blocks
-        for rank, blocks in enumerate(route.blocks):
-            counts = [packed.ids_of(route, block) for block in blocks]
-            notes[rank, first : first + len(counts)] = counts
-    packed.by_id = (False,) * len(packed.by_id)
-    notes[:, -1] = (
-        WEIGHTED * (bags.weights is not None)
-        + WEIGHTS_TRAIN * bags.weights_train
-        + NEEDS_BACKWARD * bags.needs_backward
-    )
-    return torch.from_numpy(notes)
-
-
 @dataclass(slots=True)
 class StackRequest:
-    """What one stack has to look up: ids, and the lengths of bags (None for unpooled lookups)."""
+    """What one stack has to look up, for several ranks."""
 
-    ids: torch.Tensor
-    lengths: torch.Tensor | None
-    weights: torch.Tensor | None
+    query: Query
     #: Rows that each requesting rank gets.
     num_rows: list[int]
     #: Ids of each requesting rank.
     num_ids: list[int]
-    #: Which bags look up which table; None for unpooled lookups.
-    runs: Runs | None
-
-    @property
-    def total_rows(self) -> int:
-        return sum(self.num_rows)
 
 
-def _incoming(
-    route: Route, rank: int, notes: torch.Tensor, by_id: Sequence[bool]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Per requesting rank and block, integers of lengths, ids and weights, from all notes."""
-    numbers, blocks = notes.numpy(), route.blocks[rank]
-    ids = numbers[:, route.num_features : route.num_features + len(blocks)].copy()
-    lengths = np.zeros_like(ids)
-    weights = ids * (numbers[:, -1:] & WEIGHTED) * route.weight_ints
-    for place, block in enumerate(blocks):
-        if _is_by_id(block, by_id):
-            ids[:, place] = numbers[:, route.num_features + route.max_blocks + place]
-            weights[:, place] = 0
-        elif route.pooled:
-            lengths[:, place] = numbers[:, block.features].sum(1)
-    return lengths, ids, weights
+class Incoming:
+    """The messages of all ranks to some blocks of one rank, as their notes announce them."""
 
+    def __init__(
+        self,
+        route: Route,
+        blocks: Sequence[LegBlock],
+        notes: torch.Tensor,
+        by_id: Sequence[bool],
+    ) -> None:
+        self._route, self._blocks, self._notes = route, blocks, notes.numpy()
+        #: Per block, whether rows are returned instead of sums.
+        self._alone = [block.group >= 0 and by_id[block.group] for block in blocks]
+        self._counts = self._announced()
 
-def message_sizes(route: Route, rank: int, notes: torch.Tensor, by_id: Sequence[bool]) -> list[int]:
-    """How many integers arrive from each rank, from the notes of all ranks."""
-    return sum(_incoming(route, rank, notes, by_id)).sum(1).tolist()  # type: ignore[union-attr]
+    def _announced(self) -> np.ndarray:
+        """Per requesting rank, kind and block: integers of lengths, ids and weights."""
+        route, notes, num = self._route, self._notes, len(self._blocks)
+        found = np.zeros((len(notes), 3, num), dtype=np.int64)
+        lengths, ids, weights = found.swapaxes(0, 1)
+        ids[:] = notes[:, route.num_features : route.num_features + num]
+        weights[:] = ids * (notes[:, -1:] & WEIGHTED) * route.weight_ints
+        for place, block in enumerate(self._blocks):
+            if self._alone[place]:
+                ids[:, place] = notes[:, route.num_features + route.max_blocks + place]
+                weights[:, place] = 0
+            elif route.pooled:
+                lengths[:, place] = notes[:, block.features].sum(1)
+        return found
 
+    def sizes(self) -> list[int]:
+        """How many integers arrive from each rank."""
+        return self._counts.sum((1, 2)).tolist()
 
-def unpack(
-    route: Route, rank: int, message: torch.Tensor, notes: torch.Tensor, by_id: Sequence[bool]
-) -> dict[int, StackRequest]:
-    """The requests to the stacks of a rank, from the messages of all ranks."""
-    blocks, num_ranks = route.blocks[rank], notes.shape[0]
-    counts = _incoming(route, rank, notes, by_id)
-    sizes = np.stack(counts, 1)  # rank, kind, block
-    pieces = message.split(sizes.reshape(-1).tolist())
-    lengths, ids, weights = (
-        [pieces[(r * 3 + kind) * len(blocks) :][: len(blocks)] for r in range(num_ranks)]
-        for kind in range(3)
-    )
-    stacks: dict[int, list[int]] = {}
-    for number, block in enumerate(blocks):
-        stacks.setdefault(block.stack, []).append(number)
-    found = {}
-    for k, mine in stacks.items():
-        each = [(r, b) for r in range(num_ranks) for b in mine]
-        ones = [ids[r][b].new_ones(()).expand(ids[r][b].shape) for r, b in each]
-        of_bags = [
-            one if _is_by_id(blocks[b], by_id) else lengths[r][b]
-            for (r, b), one in zip(each, ones, strict=True)
-        ]
-        num_ids = counts[1][:, mine].sum(1)
-        alone = [_is_by_id(blocks[b], by_id) for b in mine]
-        rows = np.where(alone, counts[1][:, mine], counts[0][:, mine]).sum(1)
-        found[k] = StackRequest(
-            ids=torch.cat([ids[r][b] for r, b in each]),
-            lengths=torch.cat(of_bags) if route.pooled else None,
-            weights=_weights(route, [(weights[r][b], ids[r][b]) for r, b in each])
-            if (notes[:, -1] & WEIGHTED).any()
-            else None,
-            num_rows=(rows if route.pooled else num_ids).tolist(),
-            num_ids=num_ids.tolist(),
-            runs=_runs([(blocks[b], alone[i], counts[1][:, b]) for i, b in enumerate(mine)], notes)
-            if route.pooled
-            else None,
-        )
-    return found
+    def requests(self, message: torch.Tensor) -> dict[int, StackRequest]:
+        """The requests to each stack."""
+        if not self._blocks:
+            return {}
+        pieces = message.split(self._counts.reshape(-1).tolist())
+        stacks: dict[int, list[int]] = {}
+        for place, block in enumerate(self._blocks):
+            stacks.setdefault(block.stack, []).append(place)
+        return {k: self._request(mine, pieces) for k, mine in stacks.items()}
+
+    def _request(self, mine: Sequence[int], pieces: Sequence[torch.Tensor]) -> StackRequest:
+        """The request to the stack of some blocks."""
+        route, counts, num = self._route, self._counts, len(self._blocks)
+        firsts = range(0, len(pieces), 3 * num)
+        each = [(first + place, self._alone[place]) for first in firsts for place in mine]
+        ids = [pieces[at + num] for at, _ in each]
+        lengths, weights, runs = None, None, None
+        num_ids = num_rows = counts[:, 1, mine].sum(1).tolist()
+        if route.pooled:
+            lengths = torch.cat(
+                [
+                    of_ids.new_ones(()).expand(of_ids.shape) if alone else pieces[at]
+                    for (at, alone), of_ids in zip(each, ids, strict=True)
+                ]
+            )
+            kinds = [int(self._alone[place]) for place in mine]
+            num_rows = counts[:, kinds, mine].sum(1).tolist()
+            runs = self._runs(mine)
+        if (self._notes[:, -1] & WEIGHTED).any():
+            bits = [pieces[at + 2 * num] for at, _ in each]
+            weights = _weights(route, list(zip(bits, ids, strict=True)))
+        return StackRequest(Query(torch.cat(ids), lengths, weights, runs), num_rows, num_ids)
+
+    def _runs(self, mine: Sequence[int]) -> Runs:
+        """Which bags look up which table. Tables of a block where each id is a bag count as one."""
+        num_bags, first_row, num_rows = [], [], []
+        for place in mine:
+            block = self._blocks[place]
+            if self._alone[place]:
+                num_bags.append(self._counts[:, 1, place, None])
+                first_row.append(block.first_row[:1])
+                num_rows.append(block.first_row[-1:] + block.num_rows[-1:] - block.first_row[:1])
+            else:
+                num_bags.append(self._notes[:, block.features])
+                first_row.append(block.first_row)
+                num_rows.append(block.num_rows)
+        rows = np.concatenate(first_row), np.concatenate(num_rows)
+        return Runs(np.concatenate(num_bags, 1), *rows)
 
 
 def _weights(
@@ -429,48 +430,3 @@ def _weights(
             for bits, ids in bits_and_ids
         ]
     )
-
-
-def _runs(blocks: Sequence[tuple[LegBlock, bool, np.ndarray]], notes: torch.Tensor) -> Runs:
-    """Of blocks, whether each id is a bag there, and how many ids each rank sends.
-
-    Where it is, the tables of the block count as one.
-    """
-    numbers, num_bags, first_row, num_rows = notes.numpy(), [], [], []
-    for block, alone, num_ids in blocks:
-        if alone:
-            num_bags.append(num_ids[:, None])
-            first_row.append(block.first_row[:1])
-            num_rows.append(block.first_row[-1:] + block.num_rows[-1:] - block.first_row[:1])
-        else:
-            num_bags.append(numbers[:, block.features])
-            first_row.append(block.first_row)
-            num_rows.append(block.num_rows)
-    return Runs(np.concatenate(num_bags, 1), np.concatenate(first_row), np.concatenate(num_rows))
-
-
-def local_requests(route: Route, rank: int, bags: FeatureBags) -> dict[int, StackRequest]:
-    """A rank's own requests to replicated tables."""
-    if not route.local[rank]:
-        return {}
-    parts = _Parts(bags)
-    found = {}
-    for block in route.local_blocks[rank]:
-        ids = torch.cat(block.of_features(parts.ids)).to(route.id_dtype)
-        counts = parts.num_ids[block.features]
-        shifts = spread(torch.from_numpy(block.shifts), counts, ids.shape[0], ids.device)
-        lengths = torch.cat(block.of_features(parts.lengths)).to(route.id_dtype)
-        weights = None
-        if parts.weights is not None:
-            weights = torch.cat(block.of_features(parts.weights)).to(route.weight_dtype)
-        found[block.stack] = StackRequest(
-            ids + shifts.to(ids.dtype),
-            lengths if route.pooled else None,
-            weights,
-            [lengths.shape[0] if route.pooled else ids.shape[0]],
-            [ids.shape[0]],
-            Runs(parts.num_bags[None, block.features], block.first_row, block.num_rows)
-            if route.pooled
-            else None,
-        )
-    return found

@@ -25,20 +25,12 @@ from shardwise.core.mesh import Grid
 from shardwise.errors import BatchError, ShardwiseError
 from shardwise.lookup.exchange import (
     FeatureBags,
-    Repeats,
     finished,
     places_together,
     ranks_present,
     start_exchange,
 )
-from shardwise.lookup.messages import (
-    Packed,
-    groups_by_id,
-    local_requests,
-    message_sizes,
-    pack,
-    unpack,
-)
+from shardwise.lookup.messages import Incoming, Packed, groups_by_id
 from shardwise.lookup.routing import Route
 from shardwise.lookup.step import RankStep
 from shardwise.simulation.ranks import one_tensor, part_per_rank, present
@@ -72,13 +64,10 @@ class PrefetchedBatch:
         self.route, self.grid = route, grid
         #: The batch's weights of ids, which get the gradient.
         self.weights = weights
-        #: The batches as they came, and without ids that repeat.
-        self._bags = [each for each in found if isinstance(each, FeatureBags)]
-        self._once: list[tuple[FeatureBags, Repeats | None]] = []
         packed = [each if isinstance(each, Fault) else self._pack(each) for each in found]
         self._packed = [each for each in packed if isinstance(each, Packed)]
         self._ranks = [0] if grid is None else ranks_present(grid)
-        self._notes = [each.note for each in self._packed]
+        self._notes = [each.notes() for each in self._packed]
         self._error: Exception | None = None
         self._meeting: Meeting | None = None
         self._exchange: torch.Tensor | None = None
@@ -92,21 +81,18 @@ class PrefetchedBatch:
 
     def _pack(self, bags: FeatureBags) -> Packed | Fault:
         try:
-            once = self.route.without_repeats(bags)
-            packed = pack(self.route, once[0])
+            return Packed(self.route, bags)
         except Exception as error:
             return unreadable(error)
-        self._once.append(once)
-        return packed
 
     def _meet(self, grid: Grid, packed: Sequence[Packed | Fault]) -> Meeting:
         """Start the exchange of counts, with which each rank says whether its batch is valid."""
         nothing = torch.zeros(self.route.num_ranks, self.route.note_width, dtype=torch.int64)
         nobody = [0] * (1 + 2 * len(self.route.groups)) if self.route.groups else []
-        notes, statuses = [], []
+        notes, statuses, good = [], [], iter(self._notes)
         for rank, each in zip(present(grid), packed, strict=True):
             fault = each if isinstance(each, Fault) else None
-            notes.append(each.note if isinstance(each, Packed) else nothing)
+            notes.append(next(good) if fault is None else nothing)
             told = each.told if isinstance(each, Packed) else nobody
             statuses.append(torch.tensor([self._faults.status(rank, fault), *told]))
         with because("counts of a batch", implicit=False):
@@ -131,11 +117,8 @@ class PrefetchedBatch:
             for place in places:
                 self._packed[place].by_id = by_id
         if self.route.travels:
-            sizes = [
-                message_sizes(self.route, rank, note, packed.by_id)
-                for rank, note, packed in zip(self._ranks, self._notes, self._packed, strict=True)
-            ]
-            messages, sent = zip(*(p.messages(self.route) for p in self._packed), strict=True)
+            sizes = [incoming.sizes() for incoming in self._incoming()]
+            messages, sent = zip(*(packed.messages() for packed in self._packed), strict=True)
             with because("ids of a batch", implicit=False):
                 self._exchange = start_exchange(self.grid, messages, sent, sizes)
 
@@ -152,7 +135,7 @@ class PrefetchedBatch:
     def lengths_per_feature(self) -> list[torch.Tensor]:
         """The lengths of each feature's bags, as the batch has them."""
         columns = [
-            [bags.lengths_of(feature) for bags in self._bags]
+            [packed.given.lengths_of(feature) for packed in self._packed]
             for feature in range(self.route.num_features)
         ]
         if self.grid is None:
@@ -166,22 +149,24 @@ class PrefetchedBatch:
             self._steps = self._arrived()
         return self._steps
 
+    def _incoming(self) -> list[Incoming]:
+        """What arrives at each rank present."""
+        return [
+            Incoming(self.route, self.route.blocks[rank], notes, packed.by_id)
+            for rank, notes, packed in zip(self._ranks, self._notes, self._packed, strict=True)
+        ]
+
     def _arrived(self) -> list[RankStep]:
         if self._exchange is not None:
             assert self.grid is not None, "an exchange without a mesh"
             messages, self._exchange = finished(self.grid, self._exchange), None
         else:
-            messages = [packed.messages(self.route)[0] for packed in self._packed]
-        steps = []
-        for rank, (bags, repeats), packed, notes, message in zip(
-            self._ranks, self._once, self._packed, self._notes, messages, strict=True
-        ):
-            requests = {}
-            if self.route.legs[rank]:
-                requests = unpack(self.route, rank, message, notes, packed.by_id)
-            local = local_requests(self.route, rank, bags)
-            steps.append(RankStep(rank, bags, packed, notes, requests, local, repeats))
-        return steps
+            messages = [packed.messages()[0] for packed in self._packed]
+        given = zip(self._ranks, self._packed, self._notes, self._incoming(), messages, strict=True)
+        return [
+            RankStep(self.route, rank, packed, notes, incoming.requests(message))
+            for rank, packed, notes, incoming, message in given
+        ]
 
 
 class PrefetchQueue:

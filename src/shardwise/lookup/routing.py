@@ -2,9 +2,10 @@
 
 Note [Blocks]
 Legs are handled in blocks: neighbouring legs to one stack, whose tables are either not split by
-rows, or split by rows over the same ranks. What a plan decides is computed once, per block; a
-batch adds arrays of counts. So the Python of a step grows with blocks, of which a rank has about as
-many as widths of tables, and not with tables.
+rows, or split by rows over the same ranks. A *piece* of the output is what the rows of a block
+make, or those of the blocks of all owners of split tables (a row group). What a plan decides is
+computed once, per block and piece; a batch adds arrays of counts. So the Python of a step grows
+with blocks, of which a rank has about as many as widths of tables, and not with tables.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import numpy as np
 import torch
 
 from shardwise.core.sizes import chunk_length
-from shardwise.lookup.exchange import FeatureBags, Repeats, without_repeats
 from shardwise.lookup.ids import spread
 from shardwise.lookup.tiling import Features, TableShard, TableTiling, row_groups
 
@@ -43,8 +43,12 @@ class FeatureRoute:
 class LegBlock:
     """Neighbouring legs to one stack of a rank; see Note [Blocks]."""
 
-    def __init__(self, legs: Sequence[FeatureRoute], first_part: int) -> None:
+    def __init__(self, legs: Sequence[FeatureRoute], first_part: int, number: int) -> None:
         shards = [leg.shard for leg in legs]
+        #: As a piece it has the rows of one block, itself: the numbers among all blocks.
+        self.blocks = [number]
+        #: The place of its rank among the owners of the group.
+        self.owner = 0
         self.stack, self.group = shards[0].stack, legs[0].group
         self.width, self.rank = shards[0].width, shards[0].rank
         #: The numbers of its legs; see `Columns`.
@@ -56,6 +60,7 @@ class LegBlock:
         self.first_row = np.array([shard.base for shard in shards])
         self.num_rows = np.array([shard.num_rows for shard in shards])
         self.columns = {shard.columns for shard in shards}
+        self.strip: Strip | None = None
 
 
 class Strip(NamedTuple):
@@ -118,7 +123,15 @@ class RowIntervals:
 class RowGroup:
     """The features whose tables are split by rows over the same ranks, and have one width."""
 
-    def __init__(self, legs: Sequence[FeatureRoute], tiling: TableTiling, first_part: int) -> None:
+    def __init__(
+        self,
+        legs: Sequence[FeatureRoute],
+        tiling: TableTiling,
+        first_part: int,
+        blocks: Sequence[LegBlock],
+    ) -> None:
+        self.blocks = [number for block in blocks for number in block.blocks]
+        self.group = legs[0].group
         self.features = np.array(list(dict.fromkeys(leg.feature for leg in legs)))
         #: The numbers of its features; see `Columns`.
         self.parts = slice(first_part, first_part + self.features.shape[0])
@@ -127,8 +140,11 @@ class RowGroup:
         tables = [of_feature[feature] for feature in self.features.tolist()]
         self.width = tiling.tables[tables[0]].embedding_dim
         self.columns = {(0, self.width)}
+        self.strip: Strip | None = None
         self.owners = [r for r, size in enumerate(tiling.splits[tables[0]].sizes) if size]
         self.owner_at = {rank: place for place, rank in enumerate(self.owners)}
+        for block in blocks:
+            block.owner = self.owner_at[block.rank]
         #: Rows per shard of each feature's table; the last owners may have fewer.
         self.rows_per_shard = np.array(
             [
@@ -157,7 +173,7 @@ class Route:
         self, tiling: TableTiling, *, pooled: bool, dtype: torch.dtype = torch.float32
     ) -> None:
         """`dtype` is that of the tables."""
-        self.tiling, self.pooled = tiling, pooled
+        self.tiling, self.pooled, self.dtype = tiling, pooled, dtype
         #: The dtype of weights of ids in messages, and how many int32 one of them takes there.
         self.weight_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.weight_ints = self.weight_dtype.itemsize // 4
@@ -176,73 +192,62 @@ class Route:
         self.legs: tuple[tuple[FeatureRoute, ...], ...] = _in_order(legs)
         #: Per rank, the legs to replicated tables, which need no exchange.
         self.local: tuple[tuple[FeatureRoute, ...], ...] = _in_order(local)
-        *first_legs, num = np.cumsum([0, *(len(each) for each in self.legs)]).tolist()
-        self.blocks = tuple(_blocks(*each) for each in zip(self.legs, first_legs, strict=True))
+        self.blocks, num = _blocks(self.legs, 0)
+        #: The same blocks in one list, as their rows come.
+        self.all_blocks = [block for each in self.blocks for block in each]
         #: Per rank, the first rank that gets the same message: it has other columns of the tables.
         self.like = _alike(self.legs)
         everywhere = [leg for each in self.legs for leg in each if leg.split]
         self.groups: list[RowGroup] = []
         for number in range(max(groups) + 1):
             mine = [leg for leg in everywhere if leg.group == number]
-            self.groups.append(RowGroup(mine, tiling, num))
+            owners = [block for block in self.all_blocks if block.group == number]
+            self.groups.append(RowGroup(mine, tiling, num, owners))
             num = self.groups[-1].parts.stop
         # Replicated tables are the same on every rank, and so are the legs to them.
-        self.local_blocks = tuple(_blocks(each, num) for each in self.local)
+        self.local_blocks = tuple(_blocks([each], num)[0][0] for each in self.local)
+        whole = [block for block in self.all_blocks if block.group < 0]
+        #: What the output consists of, but for replicated tables.
+        self.pieces: list[LegBlock | RowGroup] = [*whole, *self.groups]
         #: Per feature, what most owners of its table add to an id.
         self.shifts = np.zeros(self.num_features, dtype=np.int64)
-        for block in (block for each in self.blocks for block in each if block.group < 0):
+        for block in [*whole, *self.local_blocks[0]]:
             self.shifts[block.features] = block.shifts
-        self.has_whole = any(block.group < 0 for each in self.blocks for block in each)
+        self.has_whole = bool(whole or self.local_blocks[0])
         self.feature_tables = feature_tables
         self.dims = [tiling.tables[table].embedding_dim for table in feature_tables]
         means = [f for f, t in enumerate(feature_tables) if tiling.tables[t].pooling == "mean"]
         #: The features whose bags are averaged.
         self.means = means if pooled else []
         self.columns = Columns(self)
-        #: The strip of each block or group, by its first feature; None if one has no strip.
-        self.strips = self._strips()
+        #: Whether each piece is a strip of the joined output.
+        self.has_strips = self._find_strips()
         longest = max((s.num_rows for each in tiling.stacks for s in each), default=0)
         self.id_dtype = torch.int32 if longest < 2**31 else torch.int64
         rows = max((table.num_embeddings for table in tiling.tables), default=0)
         #: The dtype of ids that count the rows of whole tables.
         self.row_dtype = torch.int32 if rows < 2**31 else torch.int64
-        self.max_blocks = max(map(len, self.blocks))
+        self.max_blocks = max(map(len, self.blocks + self.local_blocks))
         #: Columns of the note that a rank gives each other rank; see `messages`.
         self.note_width = self.num_features + self.max_blocks * (2 if self.chooses else 1) + 1
         #: Whether any id or row ever leaves a rank.
         self.travels = any(self.legs) and self.num_ranks > 1
-
-    def without_repeats(self, bags: FeatureBags) -> tuple[FeatureBags, Repeats | None]:
-        """A batch with each id once, where rows that come back are sent."""
-        if self.pooled or not self.travels:
-            return bags, None
-        return without_repeats(bags, self.features.num_rows)
 
     @property
     def chooses(self) -> bool:
         """Whether batches decide between rows and sums; see Note [Rows instead of sums]."""
         return self.pooled and bool(self.groups)
 
-    def _strips(self) -> dict[tuple[int, int], Strip] | None:
+    def _find_strips(self) -> bool:
         starts = np.cumsum([0, *self.dims])
-        found = {}
-        pieces: list[LegBlock | RowGroup] = [*self.groups]
-        pieces += [block for each in self.blocks for block in each if block.group < 0]
-        for piece in pieces:
+        for piece in self.pieces:
             features, columns = piece.features, piece.columns
             dims = {self.dims[feature] for feature in features.tolist()}
             if len(columns) > 1 or len(dims) > 1 or (np.diff(features) != 1).any():
-                return None
-            only = next(iter(columns))
+                return False
             start = int(starts[features[0]])
-            strip = Strip(start, len(features), dims.pop(), only)
-            found[int(features[0]), only[0]] = strip
-        return None if self.local[0] else found
-
-    def strip(self, where: LegBlock | RowGroup) -> Strip:
-        """The strip of a block or group."""
-        assert self.strips is not None, "asked only where all have strips"
-        return self.strips[int(where.features[0]), next(iter(where.columns))[0]]
+            piece.strip = Strip(start, len(features), dims.pop(), next(iter(columns)))
+        return not self.local[0]
 
 
 class Columns:
@@ -286,15 +291,22 @@ def _in_order(legs: Sequence[Sequence[FeatureRoute]]) -> tuple[tuple[FeatureRout
     return tuple(tuple(sorted(each, key=place)) for each in legs)
 
 
-def _blocks(legs: Sequence[FeatureRoute], first_part: int) -> tuple[LegBlock, ...]:
-    kinds: dict[tuple[int, int], list[FeatureRoute]] = {}
-    for leg in legs:
-        kinds.setdefault((leg.shard.stack, leg.group), []).append(leg)
-    found = []
-    for members in kinds.values():
-        found.append(LegBlock(members, first_part))
-        first_part += len(members)
-    return tuple(found)
+def _blocks(
+    legs: Sequence[Sequence[FeatureRoute]], first_part: int
+) -> tuple[tuple[tuple[LegBlock, ...], ...], int]:
+    """The blocks of each rank, and the number of the part after theirs."""
+    found, num = [], 0
+    for mine in legs:
+        kinds: dict[tuple[int, int], list[FeatureRoute]] = {}
+        for leg in mine:
+            kinds.setdefault((leg.shard.stack, leg.group), []).append(leg)
+        blocks = []
+        for members in kinds.values():
+            blocks.append(LegBlock(members, first_part, num))
+            first_part += len(members)
+            num += 1
+        found.append(tuple(blocks))
+    return tuple(found), first_part
 
 
 def _alike(legs: Sequence[Sequence[FeatureRoute]]) -> tuple[int, ...]:

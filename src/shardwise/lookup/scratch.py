@@ -40,42 +40,6 @@ def table_memory(
     return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
 
 
-class Scratch:
-    """One buffer, as large as the largest request; with `keep=False` a new one each time.
-
-    >>> scratch = Scratch(keep=True)
-    >>> first = scratch.numbers(6, torch.float32)
-    >>> scratch.numbers(4, torch.float32).data_ptr() == first.data_ptr()
-    True
-    """
-
-    __slots__ = ("_bytes", "keep")
-
-    def __init__(self, *, keep: bool) -> None:
-        self.keep = keep
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    def numbers(
-        self, num: int, dtype: torch.dtype, device: torch.device | None = None
-    ) -> torch.Tensor:
-        """An uninitialised tensor, which invalidates that of the call before."""
-        if not self.keep:
-            return torch.empty(num, dtype=dtype, device=device)
-        num_bytes = num * dtype.itemsize
-        if self._bytes.shape[0] < num_bytes:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._bytes[:num_bytes].view(dtype)
-
-    def __reduce__(self) -> Any:
-        """A copy has its own memory."""
-        return _scratch, (self.keep,)
-
-
-def _scratch(keep: bool) -> Scratch:
-    return Scratch(keep=keep)
-
-
 class Lent:
     """A buffer that callers may keep: it is lent again only when no tensor refers to it.
 
@@ -92,11 +56,16 @@ class Lent:
         # The references of this object and of getrefcount, which differ between Python versions.
         self._num_when_free = sys.getrefcount(self._bytes)
 
-    def numbers(self, num: int, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor on the CPU."""
+    def numbers(
+        self, num: int, dtype: torch.dtype, device: torch.device | None = None
+    ) -> torch.Tensor:
+        """An uninitialised tensor; new memory on other devices, whose allocators cache it."""
+        if not num or (device is not None and device.type != "cpu"):
+            return torch.empty(num, dtype=dtype, device=device)
         num_bytes = num * dtype.itemsize
         is_held = sys.getrefcount(self._bytes) > self._num_when_free
         if is_held or self._bytes.shape[0] < num_bytes:
+            self._bytes = np.empty(0, dtype=np.uint8)  # free the old one first
             self._bytes = np.empty(num_bytes, dtype=np.uint8)
         # Whatever shares memory with the tensor keeps this view of the array alive.
         return torch.from_numpy(self._bytes[:num_bytes]).view(dtype)

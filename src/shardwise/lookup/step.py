@@ -6,8 +6,8 @@ world. Without a mesh there is one rank, and nothing is exchanged.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,10 +17,16 @@ from shardwise.comm.watch import because
 from shardwise.core.mesh import Grid
 from shardwise.lookup.backends.backend import Backend, Lookups, Query, look_up_stacks
 from shardwise.lookup.backends.torch_kernels import products_of_rows
-from shardwise.lookup.exchange import FeatureBags, Repeats, finished, start_exchange
-from shardwise.lookup.messages import NEEDS_BACKWARD, WEIGHTS_TRAIN, Packed, StackRequest
+from shardwise.lookup.exchange import FeatureBags, finished, start_exchange
+from shardwise.lookup.messages import (
+    NEEDS_BACKWARD,
+    WEIGHTS_TRAIN,
+    Incoming,
+    Packed,
+    StackRequest,
+)
 from shardwise.lookup.routing import LegBlock, Route, RowGroup
-from shardwise.lookup.scratch import Scratch
+from shardwise.lookup.scratch import Lent
 
 #: Elements of rows that are looked up at a time: 1 MB.
 CHUNK_NUMBERS = 1 << 18
@@ -28,23 +34,32 @@ CHUNK_NUMBERS = 1 << 18
 LARGE_BYTES = 8 << 20
 
 
-@dataclass(slots=True)
 class RankStep:
     """One rank's side of a step."""
 
-    rank: int
-    bags: FeatureBags
-    packed: Packed
-    notes: torch.Tensor
-    #: Per stack: what any rank requests, and this rank's own requests to replicated tables.
-    requests: dict[int, StackRequest]
-    local_requests: dict[int, StackRequest]
-    #: What was left out of an unpooled batch.
-    repeats: Repeats | None = None
+    def __init__(
+        self,
+        route: Route,
+        rank: int,
+        packed: Packed,
+        notes: torch.Tensor,
+        requests: dict[int, StackRequest],
+    ) -> None:
+        self.rank, self.packed, self.notes = rank, packed, notes
+        #: Per stack: what any rank requests, and this rank's own requests to replicated tables.
+        self.requests = requests
+        mine = Incoming(route, route.local_blocks[rank], packed.own_note(), packed.by_id)
+        self.own_requests = mine.requests(packed.own)
+        #: How many elements of rows come from each block.
+        self.sizes = [packed.rows_of(block) * block.width for block in route.all_blocks]
+
+    @property
+    def bags(self) -> FeatureBags:
+        return self.packed.bags
 
     def query(self, stack: int) -> Query:
-        one = self.requests[stack] if stack in self.requests else self.local_requests[stack]
-        return Query(one.ids, one.lengths, one.weights, one.runs)
+        found = self.requests if stack in self.requests else self.own_requests
+        return found[stack].query
 
 
 def exchange_rows(
@@ -85,26 +100,20 @@ def _num_given(route: Route, step: RankStep) -> list[int]:
 
 def _num_wanted(route: Route, step: RankStep) -> list[int]:
     """How many elements of rows each rank sends to this one."""
-    return [
-        sum(step.packed.rows_of(route, block) * block.width for block in blocks)
-        for blocks in route.blocks
-    ]
+    sizes = iter(step.sizes)
+    return [sum(itertools.islice(sizes, len(blocks))) for blocks in route.blocks]
 
 
 def look_up(
     route: Route,
     step: RankStep,
     weights: Sequence[torch.Tensor],
-    dtype: torch.dtype,
     backend: Backend,
-    scratch: Scratch,
+    scratch: Lent,
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    """The rows that a rank sends, flat and by requesting rank; and its own of replicated tables.
-
-    `dtype` is that of the tables: a rank without tables sends an empty message of it.
-    """
-    local = _look_up(step, step.local_requests, weights, backend)
-    if len(step.requests) == 1 and scratch.keep:
+    """The rows that a rank sends, flat and by requesting rank; and its own of replicated tables."""
+    local = _look_up(step, step.own_requests, weights, backend)
+    if len(step.requests) == 1 and route.travels and weights[0].is_cpu:
         k = next(iter(step.requests))
         weight, query = weights[k], step.query(k)
         if query.num_bags * weight.shape[1] * weight.element_size() > LARGE_BYTES:
@@ -117,14 +126,15 @@ def look_up(
     for place in range(route.num_ranks):
         parts += [split[k][place].reshape(-1) for k in answers]
     num = sum(part.shape[0] for part in parts)
-    flat = scratch.numbers(num, dtype, step.bags.values.device)
+    # A rank without tables sends an empty message of their dtype.
+    flat = scratch.numbers(num, route.dtype, step.bags.values.device)
     if parts:
         torch.cat(parts, out=flat)
     return flat, local
 
 
 def _look_up_into(
-    scratch: Scratch, weight: torch.Tensor, query: Query, backend: Backend
+    scratch: Lent, weight: torch.Tensor, query: Query, backend: Backend
 ) -> torch.Tensor:
     """Some thousand bags at a time, so that small results reuse the memory of the last ones."""
     width = weight.shape[1]
@@ -153,28 +163,33 @@ def gradients_per_stack(
     route: Route, step: RankStep, received: torch.Tensor
 ) -> dict[int, torch.Tensor]:
     """The gradients of the rows that a rank sent, by stack, from the flat message."""
-    stacks = route.tiling.stacks[step.rank]
-    if len(step.requests) == 1:
-        k = next(iter(step.requests))
+    requests, stacks = step.requests, route.tiling.stacks[step.rank]
+    if len(requests) == 1:
+        (k,) = requests
         return {k: received.view(-1, stacks[k].width)}
-    parts: dict[int, list[torch.Tensor]] = {k: [] for k in step.requests}
-    at = 0
-    for place in range(route.num_ranks):
-        for k, request in step.requests.items():
-            num = request.num_rows[place] * stacks[k].width
-            parts[k].append(received[at : at + num].view(-1, stacks[k].width))
-            at += num
-    return {k: torch.cat(each) for k, each in parts.items()}
+    sizes = [
+        request.num_rows[place] * stacks[k].width
+        for place in range(route.num_ranks)
+        for k, request in requests.items()
+    ]
+    pieces, num = received.split(sizes), len(requests)
+    return {
+        k: torch.cat(pieces[first::num]).view(-1, stacks[k].width)
+        for first, k in enumerate(requests)
+    }
 
 
-def block_views(
-    route: Route, step: RankStep, flat: torch.Tensor
-) -> Iterator[tuple[LegBlock, torch.Tensor]]:
-    """Per block of every rank, its rows in a flat buffer."""
-    blocks = [block for each in route.blocks for block in each]
-    sizes = [step.packed.rows_of(route, block) * block.width for block in blocks]
-    for block, part in zip(blocks, flat.split(sizes), strict=True):
-        yield block, part.view(-1, block.width)
+def by_piece(
+    route: Route,
+    step: RankStep,
+    from_blocks: Sequence[torch.Tensor],
+    own: dict[int, torch.Tensor],
+) -> Iterator[tuple[LegBlock | RowGroup, list[torch.Tensor]]]:
+    """Each piece of the output, and what comes from its blocks; `own` is that of own copies."""
+    for piece in route.pieces:
+        yield piece, [from_blocks[number] for number in piece.blocks]
+    for block in route.local_blocks[step.rank]:
+        yield block, [own[block.stack]]
 
 
 # -- weight gradients ----------------------------------------------------------------------------
@@ -250,7 +265,7 @@ def _num_answers(route: Route, step: RankStep) -> list[int]:
     """How many numbers each rank sends to this one."""
     if not step.bags.weights_train:
         return [0] * route.num_ranks
-    return [sum(step.packed.ids_of(route, block) for block in blocks) for blocks in route.blocks]
+    return [sum(step.packed.ids_of(block) for block in blocks) for blocks in route.blocks]
 
 
 def _answers(route: Route, step: RankStep, along: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -275,38 +290,13 @@ def _put_back(
     found = torch.zeros(bags.num_given, dtype=dtype, device=flat.device)
     if not bags.weights_train:
         return found  # only others wanted theirs
-    targets, packed = _views(bags, found), step.packed
-    blocks = [block for each in route.blocks for block in each]
-    pieces = flat.to(dtype).split([packed.ids_of(route, block) for block in blocks])
-    of_groups: list[list[torch.Tensor]] = [[] for _ in route.groups]
-    for block, piece in zip(blocks, pieces, strict=True):
-        if block.group < 0:
-            _add(targets, block, packed.num_ids, piece)
-        else:
-            of_groups[block.group].append(piece)
-    for group, split, owners in zip(route.groups, packed.split, of_groups, strict=True):
-        numbers = torch.cat(owners)
-        _add(
-            targets,
-            group,
-            packed.num_ids,
-            torch.empty_like(numbers).index_copy_(0, split.order, numbers),
-        )
-    for block in route.local_blocks[step.rank]:
-        _add(targets, block, packed.num_ids, local[block.stack].to(dtype))
+    packed = step.packed
+    targets = [found[a:b] for a, b in zip(bags.ids_from, bags.ids_to, strict=True)]
+    from_blocks = flat.to(dtype).split([packed.ids_of(block) for block in route.all_blocks])
+    for piece, parts in by_piece(route, step, from_blocks, local):
+        numbers = torch.cat(parts).to(dtype)
+        if isinstance(piece, RowGroup):
+            numbers = packed.split[piece.group].in_batch(numbers)
+        split = numbers.split(packed.num_ids[piece.features].tolist())
+        foreach_add(list(piece.of_features(targets)), list(split))
     return found
-
-
-def _views(bags: FeatureBags, found: torch.Tensor) -> list[torch.Tensor]:
-    return [found[a:b] for a, b in zip(bags.ids_from, bags.ids_to, strict=True)]
-
-
-def _add(
-    targets: Sequence[torch.Tensor],
-    where: LegBlock | RowGroup,
-    num_ids: np.ndarray,
-    numbers: torch.Tensor,
-) -> None:
-    """Add a number per id to those of some features."""
-    parts = numbers.split(num_ids[where.features].tolist())
-    foreach_add(list(where.of_features(targets)), list(parts))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,9 @@ from shardwise.lookup.backends.registry import make_backend
 from shardwise.lookup.engine import Engine
 from shardwise.lookup.exchange import bags_of_one, combined, ranks_present
 from shardwise.lookup.ids import dtype_fault, offsets_fault, promoted
-from shardwise.lookup.prefetch import PrefetchedBatch, PrefetchQueue
+from shardwise.lookup.prefetch import PrefetchedBatch
 from shardwise.lookup.routing import Route
-from shardwise.lookup.scratch import Scratch
+from shardwise.lookup.scratch import Lent
 from shardwise.lookup.step import RankStep, needs_backward
 from shardwise.lookup.tiling import Table, tiling_of_one
 from shardwise.ops.lookup.rank_bags import times
@@ -54,6 +54,7 @@ from shardwise.simulation.ranks import (
 )
 
 _BACKEND = make_backend("auto")
+_SCRATCH = Lent()
 _START = torch.zeros((), device="cpu", requires_grad=True)
 
 
@@ -69,21 +70,12 @@ def _engine(tiling: Tiling, pooling: str | None, dtype: torch.dtype, mean: bool)
         route=Route(where, pooled=pooling is not None, dtype=dtype),
         grid=tiling.grid,
         backend=_BACKEND,
+        scratch=_SCRATCH,
         scale=1 / len(ranks) if mean else 1.0,
-        scratch=Scratch(keep=False),
-        queue=PrefetchQueue(),
     )
 
 
 world_caches.append(_engine.cache_clear)
-
-
-@dataclass(slots=True)
-class Shards:
-    """The shards of a table on the ranks present, as the engine takes them."""
-
-    weights: list[list[torch.Tensor]]
-    dtype: torch.dtype
 
 
 @dataclass(slots=True)
@@ -94,16 +86,20 @@ class TableLookup:
     engine: Engine
     batch: PrefetchedBatch
 
-    def shards(self) -> Shards:
+    def shards(self) -> list[torch.Tensor]:
+        """The table's on the ranks present."""
         weight = self.lookup.weight
-        held = part_per_rank(self.lookup.grid, shards_of(weight._tiling, weight._local))
-        return Shards([[shard] for shard in held], weight.dtype)
+        return part_per_rank(self.lookup.grid, shards_of(weight._tiling, weight._local))
 
 
 def embedding(lookup: Lookup, ids: torch.Tensor) -> torch.Tensor:
     """A row for each of a rank's ids."""
-    per_rank = part_per_rank(lookup.grid, ids)
-    rows = _run(lookup, None, [local_bags(x, dtype_fault(x, "ids")) for x in per_rank])
+
+    def read(ids: torch.Tensor) -> LocalBags | Fault:
+        fault = dtype_fault(ids, "ids")
+        return LocalBags(_flat_ids(ids), _NOTHING) if fault is None else Fault(fault)
+
+    rows = _run(lookup, None, _in_range(lookup, map(read, part_per_rank(lookup.grid, ids))))
 
     def shaped(_: Coordinate, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         if lookup.by_frequency:
@@ -115,24 +111,29 @@ def embedding(lookup: Lookup, ids: torch.Tensor) -> torch.Tensor:
 
 def embedding_bag(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
     """A row for each of a rank's bags."""
-    own, padding, weights = batch.per_rank(lookup.grid), lookup.padding_idx, batch.weights
+    own = kept = _in_range(lookup, batch.per_rank(lookup.grid))
+    padding, weights = lookup.padding_idx, batch.weights
+    if padding is not None:
+        kept = [x if isinstance(x, Fault) else x.without(padding) for x in own]
     shortened = padding is not None and lookup.max_norm is not None
     if not (batch.mode == "max" or lookup.by_frequency or shortened):
-        if padding is not None:
-            own = [each.without(padding) for each in own]
-        return _run(lookup, batch.mode, own, weights)
+        return _run(lookup, batch.mode, kept, weights)
     rows = _run(lookup, None, own, weights)
-    left = iter(own)
+    left: Any = iter(zip(own, kept, strict=True))  # without faults, which raise
 
     def pooled(_: Coordinate, rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        return _pooled(lookup, batch.mode, next(left), rows, *weights)
+        mine, counting = next(left)
+        return _pooled(lookup, batch.mode, mine, counting, rows, *weights)
 
     samples = [] if weights is None else [weights]
     return on_plain_ranks(lookup.grid, pooled, rows, *samples)
 
 
 def _run(
-    lookup: Lookup, pooling: str | None, own: list[LocalBags], weights: torch.Tensor | None = None
+    lookup: Lookup,
+    pooling: str | None,
+    own: Sequence[LocalBags | Fault],
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What the engine finds: pooled bags, or with `pooling=None` a row per id."""
     weight, grid = lookup.weight, lookup.grid
@@ -140,16 +141,19 @@ def _run(
     train, weights_train = (
         torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in (weight, weights)
     )
+    per_id = None if pooling is None else weights
+    given: list[Any] = [None] * len(own) if per_id is None else part_per_rank(grid, per_id)
     found = [
-        _fault(lookup, n, each)
-        or bags_of_one(
+        each
+        if isinstance(each, Fault)
+        else bags_of_one(
             each.ids,
             torch.ones_like(each.ids) if pooling is None else each.lengths,
-            None if pooling is None else each.weights,
+            None if weights is None else each.flat(weights).detach(),
             weights_train=weights_train and pooling is not None,
             needs_backward=train or weights_train,
         )
-        for n, each in enumerate(own)
+        for each, weights in zip(own, given, strict=True)
     ]
     batch = PrefetchedBatch(engine.route, grid, found, None, f"{lookup.what}: ")
     call = TableLookup(lookup, engine, batch)
@@ -159,25 +163,28 @@ def _run(
             _shorten(call, steps, lookup.max_norm)
         # Every rank takes part in the exchange of gradients, or none does.
         start = _START if torch.is_grad_enabled() and needs_backward(steps) else None
-        samples, left = None, iter(own)
-        if pooling is not None and weights is not None:
-            samples = on_plain_ranks(grid, lambda _, own: next(left).flat(own), weights)
+        samples = None
+        left: Any = iter(own)
+        if per_id is not None:
+            samples = on_plain_ranks(grid, lambda _, mine: next(left).flat(mine), per_id)
         return _TableLookup.apply(weight, call, samples, start)
 
 
-def _fault(lookup: Lookup, place: int, own: LocalBags) -> Fault | None:
-    """What is wrong with one rank's batch."""
-    if own.fault is not None or not own.ids.numel():
-        return None if own.fault is None else Fault(own.fault)
-    low, high = torch.stack(torch.aminmax(own.ids)).tolist()
-    if low >= 0 and high < lookup.num_rows:
-        return None
-    rank = lookup.grid.ranks[ranks_present(lookup.grid)[place]]
-    return Fault(
-        f"index out of range in a table of {lookup.num_rows} rows: the ids of rank {rank} run "
-        f"from {low} to {high}.",
-        IndexError,
-    )
+def _in_range(lookup: Lookup, own: Iterable[LocalBags | Fault]) -> list[LocalBags | Fault]:
+    """The batch of each rank present, or what is wrong with it."""
+    found: list[LocalBags | Fault] = []
+    for at, each in zip(ranks_present(lookup.grid), own, strict=True):
+        found.append(each)
+        if isinstance(each, Fault) or not each.ids.numel():
+            continue
+        low, high = torch.stack(torch.aminmax(each.ids)).tolist()
+        if low < 0 or high >= lookup.num_rows:
+            found[-1] = Fault(
+                f"index out of range in a table of {lookup.num_rows} rows: the ids of rank "
+                f"{lookup.grid.ranks[at]} run from {low} to {high}.",
+                IndexError,
+            )
+    return found
 
 
 class _TableLookup(UntracedFunction):
@@ -194,8 +201,8 @@ class _TableLookup(UntracedFunction):
         samples: torch.Tensor | None,
         start: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.call, ctx.shards = call, call.shards()
-        found = call.engine.rows(ctx.shards, call.batch.arrive(), False)
+        ctx.call, ctx.weights = call, [[shard] for shard in call.shards()]
+        found = call.engine.rows(ctx.weights, call.batch.arrive(), False)
         return one_tensor(call.lookup.grid, [rows for (rows,) in found])
 
     @staticmethod
@@ -204,7 +211,7 @@ class _TableLookup(UntracedFunction):
         call: TableLookup = ctx.call
         with because(call.lookup.what, implicit=False):
             lookups, _, found = call.engine.gradients(
-                ctx.shards, call.batch.arrive(), [grad], False
+                ctx.weights, call.batch.arrive(), [grad], False
             )
         of_samples = None
         if found is not None and ctx.needs_input_grad[2]:
@@ -217,7 +224,7 @@ def _weight_gradient(ctx: Any, lookups: list[Any]) -> torch.Tensor:
     lookup: Lookup = ctx.call.lookup
     tiling, grid, padding = lookup.weight._tiling, lookup.grid, lookup.padding_idx
     numbers, values = [], []
-    for at, (shard,), queries in zip(ranks_present(grid), ctx.shards.weights, lookups, strict=True):
+    for at, (shard,), queries in zip(ranks_present(grid), ctx.weights, lookups, strict=True):
         rows, grads = torch.empty(0, dtype=torch.int64, device=shard.device), shard[:0]
         if queries:
             rows, grads = ctx.call.engine.backend.row_gradient(shard, *queries[0])
@@ -233,7 +240,7 @@ def _weight_gradient(ctx: Any, lookups: list[Any]) -> torch.Tensor:
         return make_row_sparse(layout, rows, one_tensor(grid, values, sized=False), coalesced=True)
     dense = [
         torch.zeros_like(shard).index_copy_(0, rows, grads)
-        for (shard,), rows, grads in zip(ctx.shards.weights, numbers, values, strict=True)
+        for (shard,), rows, grads in zip(ctx.weights, numbers, values, strict=True)
     ]
     local = local_of_shards(tiling, one_tensor(grid, dense, sized=False))
     return ShardedTensor.over(local, tiling, like=lookup.weight)
@@ -246,19 +253,18 @@ def _pooled(
     lookup: Lookup,
     mode: str,
     own: LocalBags,
+    kept: LocalBags,
     rows: torch.Tensor,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rows to bags."""
+    """The bags of the ids that count, from rows of all ids."""
     if lookup.by_frequency:
         rows = scaled_by_frequency(rows, own.ids)
-    if lookup.padding_idx is not None:
-        own = own.without(lookup.padding_idx)
-    flat = None if weights is None else own.flat(weights)
-    places = torch.arange(rows.shape[0], device=rows.device) if own.kept is None else own.kept
     if not rows.numel():  # a part of the graph too: other ranks wait for its backward
         return rows.new_zeros(own.lengths.numel(), rows.shape[1]) + rows.sum()
-    starts = own.lengths.cumsum(0) - own.lengths
+    flat = None if weights is None else kept.flat(weights)
+    places = torch.arange(rows.shape[0], device=rows.device) if kept.kept is None else kept.kept
+    starts = kept.lengths.cumsum(0) - kept.lengths
     return F.embedding_bag(places, rows, starts, mode=mode, per_sample_weights=flat)
 
 
@@ -279,31 +285,20 @@ def scaled_by_frequency(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 def _shorten(call: TableLookup, steps: list[RankStep], max_norm: float) -> None:
     """Scale each row that any rank looks up to `max_norm`, in place."""
     lookup, norm_type = call.lookup, call.lookup.norm_type
-    asked = [step.requests[0].ids.long() if step.requests else None for step in steps]
-    shards = [shard for (shard,) in call.shards().weights]
-    if not lookup.split.dim:
-        for ids, shard in zip(asked, shards, strict=True):
-            if ids is not None and ids.numel():
-                torch.embedding_renorm_(shard, ids, max_norm, norm_type)
-        return
-    # Each rank has some columns of a row, so norms take an all-reduce. All ranks with columns have
-    # the same rows; a rank without any has to learn how many.
-    infinite = math.isinf(norm_type)
-    rows = [
-        shard.new_empty(0, dtype=torch.int64) if ids is None else ids.unique()
-        for ids, shard in zip(asked, shards, strict=True)
-    ]
-    counts = [names.new_tensor([names.shape[0]]) for names in rows]
-    num_rows = int(combined(lookup.grid, counts, "max")[0])
-    parts = []
-    for names, shard in zip(rows, shards, strict=True):
-        held = shard.index_select(0, names).abs()
-        part = held.new_zeros(num_rows)
-        if held.numel():
-            part = held.amax(1) if infinite else (held**norm_type).sum(1)
-        parts.append(part)
-    totals = combined(lookup.grid, parts, "max" if infinite else "sum")
-    for names, shard, total in zip(rows, shards, totals, strict=True):
+    infinite, by_columns = math.isinf(norm_type), bool(lookup.split.dim)
+    shards, rows, parts = call.shards(), [], []
+    for step, shard in zip(steps, shards, strict=True):
+        asked = [request.query.ids for request in step.requests.values()]
+        rows.append(torch.cat([shard.new_empty(0, dtype=torch.int64), *asked]).unique())
+        held = shard.index_select(0, rows[-1]).abs()
+        parts.append(held.amax(1) if infinite and held.numel() else (held**norm_type).sum(1))
+    if by_columns:
+        # All ranks with columns have the same rows; a rank without any has to learn how many.
+        counts = [names.new_tensor([names.shape[0]]) for names in rows]
+        num_rows = int(combined(lookup.grid, counts, "max")[0])
+        parts = [part if part.shape[0] else part.new_zeros(num_rows) for part in parts]
+        parts = combined(lookup.grid, parts, "max" if infinite else "sum")
+    for names, shard, total in zip(rows, shards, parts, strict=True):
         if names.numel():
             norms = total if infinite else total ** (1 / norm_type)
             factor = torch.where(norms > max_norm, max_norm / (norms + 1e-7), 1.0).to(shard.dtype)
@@ -410,15 +405,10 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class LocalBags:
-    """One rank's flat ids, the length of each bag, and flat weights; empty where there is a fault.
-
-    Without bags there are no lengths.
-    """
+    """One rank's flat ids, and the length of each bag, if there are bags."""
 
     ids: torch.Tensor
     lengths: torch.Tensor
-    weights: torch.Tensor | None
-    fault: str | None
     #: Where these ids were among those given; None for all.
     kept: torch.Tensor | None = None
 
@@ -432,23 +422,14 @@ class LocalBags:
         keep = (self.ids != padding_idx).nonzero().squeeze(1)
         bag = torch.repeat_interleave(self.lengths).index_select(0, keep)
         lengths = torch.bincount(bag, minlength=self.lengths.numel())
-        weights = None if self.weights is None else self.weights.index_select(0, keep)
-        return LocalBags(self.ids.index_select(0, keep), lengths, weights, self.fault, keep)
+        return LocalBags(self.ids.index_select(0, keep), lengths, keep)
 
 
 _NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-def local_bags(
-    ids: torch.Tensor,
-    fault: str | None,
-    lengths: torch.Tensor = _NOTHING,
-    weights: torch.Tensor | None = None,
-) -> LocalBags:
-    if fault is not None:
-        return LocalBags(_NOTHING, _NOTHING, None, fault)
-    flat = None if weights is None else weights.detach().reshape(-1)
-    return LocalBags(ids.detach().reshape(-1).long(), lengths, flat, None)
+def _flat_ids(ids: torch.Tensor) -> torch.Tensor:
+    return ids.detach().reshape(-1).long()
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,21 +444,20 @@ class BagBatch:
     #: That of the table.
     dtype: torch.dtype
 
-    def per_rank(self, grid: Grid) -> list[LocalBags]:
+    def per_rank(self, grid: Grid) -> list[LocalBags | Fault]:
         given = (self.ids, self.offsets, self.weights)
         columns = [part_per_rank(grid, x) for x in given]  # type: ignore[arg-type]
         return list(map(self._of_rank, *columns))
 
     def _of_rank(
         self, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
-    ) -> LocalBags:
+    ) -> LocalBags | Fault:
         if isinstance(ids, torch.Tensor) and isinstance(offsets, torch.Tensor):
             ids, offsets = promoted(ids, offsets)
         fault = batch_fault(ids, offsets, weights, self.include_last_offset, self.dtype)
         if fault is not None:
-            return local_bags(ids, fault)
-        lengths = lengths_of(ids, offsets, self.include_last_offset)
-        return local_bags(ids, None, lengths, weights)
+            return Fault(fault)
+        return LocalBags(_flat_ids(ids), lengths_of(ids, offsets, self.include_last_offset))
 
 
 # -- compile -------------------------------------------------------------------------------------
