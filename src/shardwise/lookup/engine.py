@@ -25,9 +25,8 @@ from shardwise.lookup.routing import LegBlock, Route, RowGroup
 from shardwise.lookup.scratch import Lent
 from shardwise.lookup.step import (
     RankStep,
-    by_piece,
-    exchange_rows,
-    gradients_per_stack,
+    by_stack,
+    exchange,
     look_up,
     weight_gradients,
     weights_train,
@@ -60,7 +59,7 @@ class Engine:
         """Per rank present, one tensor per feature; with `joined`, one with all side by side."""
         answers, local_rows = [], []
         for step, mine in zip(steps, weights, strict=True):
-            flat, local = look_up(self.route, step, mine, self.backend, self.scratch)
+            flat, local = look_up(step, mine, self.backend, self.scratch)
             answers.append(flat)
             local_rows.append(local)
         received = self._exchange(steps, answers, back=False)
@@ -96,8 +95,13 @@ class Engine:
         lookups: list[Lookups] = []
         all_local: list[Lookups] = []
         for step, flat, local in zip(steps, received, local_rows, strict=True):
-            per_stack = gradients_per_stack(route, step, flat)
-            lookups.append({k: (step.query(k), grad) for k, grad in per_stack.items()})
+            widths = [stack.width for stack in route.tiling.stacks[step.rank]]
+            lookups.append(
+                {
+                    k: (step.query(k), rows.view(-1, widths[k]))
+                    for k, rows in by_stack(step.of_rows, flat).items()
+                }
+            )
             all_local.append({k: (step.query(k), grad) for k, grad in local.items()})
         of_weights = None
         if weights_train(steps):
@@ -109,10 +113,11 @@ class Engine:
     def _exchange(
         self, steps: Sequence[RankStep], buffers: Sequence[torch.Tensor], *, back: bool
     ) -> list[torch.Tensor]:
-        return exchange_rows(
+        return exchange(
+            "gradients of rows" if back else "rows of tables",
             self.route,
             self.grid,
-            steps,
+            [step.of_rows for step in steps],
             buffers,
             back=back,
             dtype=self.exchange_dtype,
@@ -135,7 +140,7 @@ def assemble_output(
     by_strips = joined and route.has_strips
     whole = flat.new_empty(int(counts[0]), sum(route.dims)) if by_strips else flat
     parts: list[Any] = [None] * route.columns.num_parts
-    for piece, found in by_piece(route, step, flat.split(step.sizes), local):
+    for piece, found in step.by_piece(flat.split(step.of_rows.wanted), local):
         rows = [each.view(-1, piece.width) for each in found]
         if by_strips:
             assert piece.strip is not None, "every piece has one"
@@ -219,13 +224,13 @@ def flatten_gradients(
         shape = int(counts[0]), sum(route.dims) if joined else route.dims[0]
         sample = torch.zeros(shape, dtype=route.dtype, device=step.bags.values.device)
         grads = [sample, *grads[1:]]
-    flat = scratch.numbers(sum(step.sizes), sample.dtype, sample.device)
+    flat = scratch.numbers(sum(step.of_rows.wanted), sample.dtype, sample.device)
     own = {
         block.stack: sample.new_empty(step.own_requests[block.stack].query.num_bags, block.width)
         for block in route.local_blocks[step.rank]
     }
     copy = _copy_of_gradients(route, step, grads, scale, joined)
-    for piece, targets in by_piece(route, step, flat.split(step.sizes), own):
+    for piece, targets in step.by_piece(flat.split(step.of_rows.wanted), own):
         first, *others = (target.view(-1, piece.width) for target in targets)
         if isinstance(piece, RowGroup) and not step.packed.sums(piece):
             rows = sample.new_empty(int(counts[piece.features].sum()), piece.width)

@@ -61,14 +61,10 @@ class SplitIds:
         num_ids = parts.num_ids[group.features]
         num = values.shape[0]
         num_owners = len(group.owners)
-        small = torch.uint8 if num_owners <= 256 else torch.int16
-        if group.intervals is not None:
-            owners = group.intervals.owners(values, num_ids, small)
-        elif (group.rows_per_shard == group.rows_per_shard[0]).all():
-            owners = divided(values, int(group.rows_per_shard[0])).to(small)
+        if group.rows_per_owner is None:
+            owners = group.intervals.owners(values, num_ids)
         else:
-            per_shard = spread(torch.from_numpy(group.rows_per_shard), num_ids, num, values.device)
-            owners = torch.div(values, per_shard.to(values.dtype), rounding_mode="floor").to(small)
+            owners = divided(values, group.rows_per_owner).to(group.place_dtype)
         #: The position of each id among those of the group, as the batch has them.
         self.order = stable_order(owners)
         bags = parts.num_bags[group.features]

@@ -98,26 +98,24 @@ class RowIntervals:
 
     def __init__(self, group: RowGroup, tables: Sequence[int], tiling: TableTiling) -> None:
         shards = [sorted(tiling.shards[table], key=lambda each: each.rows) for table in tables]
-        rows = [tiling.tables[table].num_embeddings for table in tables]
+        rows = np.cumsum([tiling.tables[table].num_embeddings for table in tables])
+        dtype = torch.int32 if rows[-1] < 2**31 else torch.int64
         #: What is added to the ids of each feature.
-        self.first = np.cumsum([0, *rows[:-1]])
-        ends = [[shard.rows[1] for shard in each] for each in shards]
+        self._first = torch.tensor([0, *rows[:-1]], dtype=dtype)
+        ends = np.array([[shard.rows[1] for shard in each] for each in shards])
         #: One past the last row of each shard, and its owner's place in the group.
-        self.ends = torch.from_numpy((np.array(ends) + self.first[:, None]).reshape(-1))
-        self.owner = torch.tensor([group.owner_at[s.rank] for each in shards for s in each])
+        self._ends = torch.from_numpy(ends.reshape(-1)).to(dtype)
+        self._ends += torch.repeat_interleave(self._first, ends.shape[1])
+        places = [group.owner_at[shard.rank] for each in shards for shard in each]
+        self._owner = torch.tensor(places, dtype=group.place_dtype)
 
-    def follow(self, rows_per_shard: np.ndarray) -> bool:
-        """Whether owner i has the i-th `rows_per_shard` rows, the last ones perhaps fewer."""
-        num = self.owner.shape[0] // rows_per_shard.shape[0]
-        starts = self.ends.view(-1, num)[:, :-1].numpy() - self.first[:, None]
-        even = (starts == rows_per_shard[:, None] * np.arange(1, num)).all()
-        return bool(even and (self.owner.view(-1, num) == torch.arange(num)).all())
-
-    def owners(self, ids: torch.Tensor, num_ids: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    def owners(self, ids: torch.Tensor, num_ids: np.ndarray) -> torch.Tensor:
         """The place of the owner of each id, of features that have `num_ids` each."""
-        first = spread(torch.from_numpy(self.first), num_ids, ids.shape[0], ids.device)
-        at = torch.bucketize(ids + first, self.ends.to(ids.device), right=True)
-        return self.owner.to(ids.device, dtype).index_select(0, at)
+        if self._ends.device != ids.device:
+            self._ends, self._owner = self._ends.to(ids.device), self._owner.to(ids.device)
+        first = spread(self._first, num_ids, ids.shape[0], ids.device)
+        at = torch.bucketize(ids + first, self._ends, right=True, out_int32=True)
+        return self._owner.index_select(0, at)
 
 
 class RowGroup:
@@ -145,25 +143,29 @@ class RowGroup:
         self.owner_at = {rank: place for place, rank in enumerate(self.owners)}
         for block in blocks:
             block.owner = self.owner_at[block.rank]
-        #: Rows per shard of each feature's table; the last owners may have fewer.
-        self.rows_per_shard = np.array(
-            [
-                max(
-                    chunk_length(tiling.tables[table].num_embeddings, len(self.owners)),
-                    tiling.shards[table][0].num_rows,
-                )
-                for table in tables
-            ]
-        )
-        #: Where rows are split otherwise: which shard has which rows. None elsewhere.
-        intervals = RowIntervals(self, tables, tiling)
-        follow = intervals.follow(self.rows_per_shard)
-        self.intervals: RowIntervals | None = None if follow else intervals
+        #: The dtype of owners' places.
+        self.place_dtype = torch.uint8 if len(self.owners) <= 256 else torch.int16
+        #: How many rows each owner has, the last ones perhaps fewer; None where tables differ, or
+        #: their rows are split otherwise.
+        self.rows_per_owner = self._rows_per_owner(tables, tiling)
+        self.intervals = RowIntervals(self, tables, tiling)
         shift = {(leg.shard.rank, leg.feature): leg.shard.base - leg.shard.rows[0] for leg in legs}
         #: As `LegBlock.shifts`, for each owner and feature.
         self.shifts = np.array(
             [[shift.get((rank, f), 0) for f in self.features.tolist()] for rank in self.owners]
         )
+
+    def _rows_per_owner(self, tables: Sequence[int], tiling: TableTiling) -> int | None:
+        heights = {tiling.tables[table].num_embeddings for table in tables}
+        if len(heights) > 1:
+            return None
+        size = chunk_length(heights.pop(), len(self.owners))
+        even = all(
+            shard.rows[0] == self.owner_at[shard.rank] * size
+            for table in tables
+            for shard in tiling.shards[table]
+        )
+        return size if even else None
 
 
 class Route:
@@ -232,6 +234,11 @@ class Route:
         self.note_width = self.num_features + self.max_blocks * (2 if self.chooses else 1) + 1
         #: Whether any id or row ever leaves a rank.
         self.travels = any(self.legs) and self.num_ranks > 1
+
+    def sums_by_rank(self, of_blocks: Sequence[int]) -> list[int]:
+        """Sums of numbers that there are for all blocks."""
+        numbers = iter(of_blocks)
+        return [sum(itertools.islice(numbers, len(blocks))) for blocks in self.blocks]
 
     @property
     def chooses(self) -> bool:

@@ -6,8 +6,8 @@ world. Without a mesh there is one rank, and nothing is exchanged.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,15 @@ CHUNK_NUMBERS = 1 << 18
 LARGE_BYTES = 8 << 20
 
 
+class Counts(NamedTuple):
+    """How many numbers a rank sends, and how many it gets: of rows, or one for each id."""
+
+    #: To each requesting rank, by stack.
+    given: dict[int, list[int]]
+    #: From each block.
+    wanted: list[int]
+
+
 class RankStep:
     """One rank's side of a step."""
 
@@ -45,13 +54,23 @@ class RankStep:
         notes: torch.Tensor,
         requests: dict[int, StackRequest],
     ) -> None:
-        self.rank, self.packed, self.notes = rank, packed, notes
+        self.route, self.rank, self.packed, self.notes = route, rank, packed, notes
         #: Per stack: what any rank requests, and this rank's own requests to replicated tables.
         self.requests = requests
         mine = Incoming(route, route.local_blocks[rank], packed.own_note(), packed.by_id)
         self.own_requests = mine.requests(packed.own)
-        #: How many elements of rows come from each block.
-        self.sizes = [packed.rows_of(block) * block.width for block in route.all_blocks]
+        widths = [stack.width for stack in route.tiling.stacks[rank]]
+        self.of_rows = Counts(
+            {k: [num * widths[k] for num in each.num_rows] for k, each in requests.items()},
+            [packed.rows_of(block) * block.width for block in route.all_blocks],
+        )
+
+    def of_ids(self) -> Counts:
+        """The numbers of an exchange of one for each id."""
+        return Counts(
+            {k: each.num_ids for k, each in self.requests.items()},
+            [self.packed.ids_of(block) for block in self.route.all_blocks],
+        )
 
     @property
     def bags(self) -> FeatureBags:
@@ -61,58 +80,66 @@ class RankStep:
         found = self.requests if stack in self.requests else self.own_requests
         return found[stack].query
 
+    def by_piece(
+        self, from_blocks: Sequence[torch.Tensor], own: dict[int, torch.Tensor]
+    ) -> Iterator[tuple[LegBlock | RowGroup, list[torch.Tensor]]]:
+        """Each piece of the output, and what comes from its blocks; `own`: from own copies."""
+        for piece in self.route.pieces:
+            yield piece, [from_blocks[number] for number in piece.blocks]
+        for block in self.route.local_blocks[self.rank]:
+            yield block, [own[block.stack]]
 
-def exchange_rows(
+
+def exchange(
+    why: str,
     route: Route,
     grid: Grid | None,
-    steps: Sequence[RankStep],
+    counts: Sequence[Counts],
     buffers: Sequence[torch.Tensor],
     *,
-    back: bool,
-    dtype: torch.dtype | None,
-    meanwhile: Callable[[], None],
+    back: bool = False,
+    dtype: torch.dtype | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> list[torch.Tensor]:
-    """Send flat rows to the requesting ranks; with `back`, gradients to the owners.
+    """Send flat answers to the requesting ranks; with `back`, gradients to the owners.
 
     They are sent in `dtype`, if given. `meanwhile` is called during the exchange.
     """
     if grid is None or not route.travels:
         return list(buffers)
-    given = [_num_given(route, step) for step in steps]
-    wanted = [_num_wanted(route, step) for step in steps]
+    nobody = [0] * route.num_ranks
+    given = [np.sum([nobody, *each.given.values()], 0).tolist() for each in counts]
+    wanted = [route.sums_by_rank(each.wanted) for each in counts]
     sent, received = (wanted, given) if back else (given, wanted)
-    with because("gradients of rows" if back else "rows of tables", implicit=False):
+    with because(why, implicit=False):
         rounded = [buffer.to(dtype or buffer.dtype) for buffer in buffers]
-        exchange = start_exchange(grid, rounded, sent, received)
-    meanwhile()
-    arrived = finished(grid, exchange)
+        started = start_exchange(grid, rounded, sent, received)
+    if meanwhile is not None:
+        meanwhile()
+    arrived = finished(grid, started)
     return [part.to(buffer.dtype) for part, buffer in zip(arrived, buffers, strict=True)]
 
 
-def _num_given(route: Route, step: RankStep) -> list[int]:
-    """How many elements of rows this rank sends to each rank."""
-    stacks = route.tiling.stacks[step.rank]
-    totals = np.zeros(route.num_ranks, dtype=np.int64)
-    for stack, request in step.requests.items():
-        totals += np.array(request.num_rows) * stacks[stack].width
-    return totals.tolist()
+def by_requester(counts: Counts, answers: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of a message: the answers of all stacks to the first rank, then to the next."""
+    split = [rows.view(-1).split(counts.given[k]) for k, rows in answers.items()]
+    return [part for to_rank in zip(*split, strict=True) for part in to_rank]
 
 
-def _num_wanted(route: Route, step: RankStep) -> list[int]:
-    """How many elements of rows each rank sends to this one."""
-    sizes = iter(step.sizes)
-    return [sum(itertools.islice(sizes, len(blocks))) for blocks in route.blocks]
+def by_stack(counts: Counts, message: torch.Tensor) -> dict[int, torch.Tensor]:
+    """The inverse, for gradients."""
+    given = counts.given
+    if len(given) == 1:
+        return dict.fromkeys(given, message)
+    parts = message.split([num for to_rank in zip(*given.values(), strict=True) for num in to_rank])
+    return {k: torch.cat(parts[first :: len(given)]) for first, k in enumerate(given)}
 
 
 def look_up(
-    route: Route,
-    step: RankStep,
-    weights: Sequence[torch.Tensor],
-    backend: Backend,
-    scratch: Lent,
+    step: RankStep, weights: Sequence[torch.Tensor], backend: Backend, scratch: Lent
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """The rows that a rank sends, flat and by requesting rank; and its own of replicated tables."""
-    local = _look_up(step, step.own_requests, weights, backend)
+    route, local = step.route, _look_up(step, step.own_requests, weights, backend)
     if len(step.requests) == 1 and route.travels and weights[0].is_cpu:
         k = next(iter(step.requests))
         weight, query = weights[k], step.query(k)
@@ -121,12 +148,9 @@ def look_up(
     answers = _look_up(step, step.requests, weights, backend)
     if len(answers) == 1:
         return next(iter(answers.values())).view(-1), local
-    parts = []
-    split = {k: rows.split(step.requests[k].num_rows) for k, rows in answers.items()}
-    for place in range(route.num_ranks):
-        parts += [split[k][place].reshape(-1) for k in answers]
-    num = sum(part.shape[0] for part in parts)
+    parts = by_requester(step.of_rows, answers)
     # A rank without tables sends an empty message of their dtype.
+    num = sum(part.shape[0] for part in parts)
     flat = scratch.numbers(num, route.dtype, step.bags.values.device)
     if parts:
         torch.cat(parts, out=flat)
@@ -159,45 +183,11 @@ def _look_up(
     return dict(zip(stacks, found, strict=True))
 
 
-def gradients_per_stack(
-    route: Route, step: RankStep, received: torch.Tensor
-) -> dict[int, torch.Tensor]:
-    """The gradients of the rows that a rank sent, by stack, from the flat message."""
-    requests, stacks = step.requests, route.tiling.stacks[step.rank]
-    if len(requests) == 1:
-        (k,) = requests
-        return {k: received.view(-1, stacks[k].width)}
-    sizes = [
-        request.num_rows[place] * stacks[k].width
-        for place in range(route.num_ranks)
-        for k, request in requests.items()
-    ]
-    pieces, num = received.split(sizes), len(requests)
-    return {
-        k: torch.cat(pieces[first::num]).view(-1, stacks[k].width)
-        for first, k in enumerate(requests)
-    }
-
-
-def by_piece(
-    route: Route,
-    step: RankStep,
-    from_blocks: Sequence[torch.Tensor],
-    own: dict[int, torch.Tensor],
-) -> Iterator[tuple[LegBlock | RowGroup, list[torch.Tensor]]]:
-    """Each piece of the output, and what comes from its blocks; `own` is that of own copies."""
-    for piece in route.pieces:
-        yield piece, [from_blocks[number] for number in piece.blocks]
-    for block in route.local_blocks[step.rank]:
-        yield block, [own[block.stack]]
-
-
 # -- weight gradients ----------------------------------------------------------------------------
 # The gradient of the weights of ids: the dot product of each id's row and its bag's gradient.
 #
 # After the exchange of gradients, a row's owner has both. So owners compute one number per id and
 # send it back to the rank that requested the id; owners of different columns send partial sums.
-# Ranks whose weights do not require grad get none.
 
 
 def weights_train(steps: Sequence[RankStep]) -> bool:
@@ -214,10 +204,6 @@ def _any_has(steps: Sequence[RankStep], flag: int) -> bool:
     return any((step.notes[:, -1] & flag).any() for step in steps)
 
 
-def _wanted_by(step: RankStep, place: int) -> bool:
-    return bool(step.notes[place, -1] & WEIGHTS_TRAIN)
-
-
 def weight_gradients(
     route: Route,
     grid: Grid | None,
@@ -228,18 +214,17 @@ def weight_gradients(
     backend: Backend,
 ) -> list[torch.Tensor]:
     """Per rank present, one number for each of its ids."""
-    answers, local_rows = [], []
-    for place, step in enumerate(steps):
-        answers.append(_answers(route, step, _along(tables[place], lookups[place], backend)))
-        local_rows.append(_along(tables[place], local_lookups[place], backend))
-    if grid is not None and route.travels:
-        sent = [_num_answered(step, route.num_ranks) for step in steps]
-        wanted = [_num_answers(route, step) for step in steps]
-        with because("gradients of the weights of ids", implicit=False):
-            answers = finished(grid, start_exchange(grid, answers, sent, wanted))
+    counts, answers = [step.of_ids() for step in steps], []
+    for mine, step, each, own in zip(tables, steps, counts, lookups, strict=True):
+        nothing = torch.empty(0, dtype=route.weight_dtype, device=step.bags.values.device)
+        parts = by_requester(each, _along(mine, own, backend))
+        answers.append(torch.cat([nothing, *parts]).to(route.weight_dtype))
+    arrived = exchange("gradients of the weights of ids", route, grid, counts, answers)
     return [
-        _put_back(route, step, flat, local)
-        for step, flat, local in zip(steps, answers, local_rows, strict=True)
+        _put_back(step, flat.split(each.wanted), _along(mine, own, backend))
+        for step, flat, each, mine, own in zip(
+            steps, arrived, counts, tables, local_lookups, strict=True
+        )
     ]
 
 
@@ -251,49 +236,14 @@ def _along(
     return {k: own(tables[k], query, grad) for k, (query, grad) in lookups.items()}
 
 
-def _num_answered(step: RankStep, num_ranks: int) -> list[int]:
-    """How many numbers this rank sends to each rank."""
-    return [
-        sum(request.num_ids[place] for request in step.requests.values())
-        if _wanted_by(step, place)
-        else 0
-        for place in range(num_ranks)
-    ]
-
-
-def _num_answers(route: Route, step: RankStep) -> list[int]:
-    """How many numbers each rank sends to this one."""
-    if not step.bags.weights_train:
-        return [0] * route.num_ranks
-    return [sum(step.packed.ids_of(block) for block in blocks) for blocks in route.blocks]
-
-
-def _answers(route: Route, step: RankStep, along: dict[int, torch.Tensor]) -> torch.Tensor:
-    """By requesting rank, then by stack, as the ids came."""
-    parts = {k: found.split(step.requests[k].num_ids) for k, found in along.items()}
-    chosen = [
-        of_stack[place]
-        for place in range(route.num_ranks)
-        if _wanted_by(step, place)
-        for of_stack in parts.values()
-    ]
-    if not chosen:
-        return torch.empty(0, dtype=route.weight_dtype, device=step.bags.values.device)
-    return torch.cat(chosen).to(route.weight_dtype)
-
-
 def _put_back(
-    route: Route, step: RankStep, flat: torch.Tensor, local: dict[int, torch.Tensor]
+    step: RankStep, from_blocks: Sequence[torch.Tensor], own: dict[int, torch.Tensor]
 ) -> torch.Tensor:
-    bags = step.bags
-    dtype = flat.dtype if bags.weights is None else bags.weights.dtype
-    found = torch.zeros(bags.num_given, dtype=dtype, device=flat.device)
-    if not bags.weights_train:
-        return found  # only others wanted theirs
-    packed = step.packed
+    bags, packed = step.bags, step.packed
+    dtype = step.route.weight_dtype if bags.weights is None else bags.weights.dtype
+    found = torch.zeros(bags.num_given, dtype=dtype, device=bags.values.device)
     targets = [found[a:b] for a, b in zip(bags.ids_from, bags.ids_to, strict=True)]
-    from_blocks = flat.to(dtype).split([packed.ids_of(block) for block in route.all_blocks])
-    for piece, parts in by_piece(route, step, from_blocks, local):
+    for piece, parts in step.by_piece(from_blocks, own):
         numbers = torch.cat(parts).to(dtype)
         if isinstance(piece, RowGroup):
             numbers = packed.split[piece.group].in_batch(numbers)
