@@ -290,26 +290,9 @@ def _invalid_batch(route: Route, grid: Grid | None, fault: Fault) -> PrefetchedB
 
 def _jagged_per_rank(grid: Grid | None, batch: Jagged) -> list[Jagged]:
     weights = None if batch._weights is None else batch._weights.detach()
-    batch = batch.with_weights(weights)
-    names = ("values", "lengths", "weights", "batch_sizes", "first")
-    alike = not any(is_per_rank(getattr(batch, name)) for name in names)
-    if grid is None or batch.problem is not None or alike:
+    tensors = (batch.values, batch.lengths, weights, batch.batch_sizes, batch.first)
+    if grid is None or batch.problem is not None or not any(map(is_per_rank, tensors)):
+        batch = batch.with_weights(weights)
         return [batch] * (1 if grid is None or grid.outside else len(ranks_present(grid)))
-    columns: dict[str, Any] = {}
-    for name in names:
-        tensor = getattr(batch, name)
-        parts = part_per_rank(grid, tensor) if tensor is not None else [None] * len(grid.ranks)
-        columns[name] = parts
-    found = []
-    for place in range(len(grid.ranks)):
-        one = Jagged(
-            batch.features,
-            columns["values"][place],
-            lengths=columns["lengths"][place],
-            weights=columns["weights"][place],
-            padded=batch.padded,
-        )
-        one.batch_sizes = columns["batch_sizes"][place]
-        one.first = columns["first"][place]
-        found.append(one)
-    return found
+    columns = [[x] * len(grid.ranks) if x is None else part_per_rank(grid, x) for x in tensors]
+    return [batch.replaced(*row) for row in zip(*columns, strict=True)]

@@ -39,7 +39,6 @@ from shardwise.embedding.stacks import (
     Watched,
     WriteCount,
     draw_tables,
-    shard_of,
     whole_of,
 )
 from shardwise.errors import ArgumentError, BatchError, LayoutError, ShardwiseError
@@ -299,7 +298,7 @@ class _Collection(nn.Module):
             whole = self.parameter(table.name).detach().to(grid.device_type)
             with because("shard", implicit=False):
                 value = collectives.broadcast(localize(grid, whole), 0, grid, 0)
-            stacks.fill(number, shard_of(agreed(value)))
+            stacks.fill_rows(number, 0, agreed(value))
 
     def reset_parameters(self) -> None:
         """Draw initial values again, as `shard` does for a collection on the `meta` device."""

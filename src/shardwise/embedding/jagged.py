@@ -154,28 +154,33 @@ class Jagged:
         def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
 
-        copied = Jagged(
-            self.features,
-            self.values.to(device, non_blocking=non_blocking),
-            lengths=moved(self.lengths),
-            weights=moved(self._weights),
-            batch_sizes=self.batch_sizes,
-            padded=self.padded,
-        )
-        copied.first, copied.problem, copied.sizes = moved(self.first), self.problem, self.sizes
-        return copied
+        values = self.values.to(device, non_blocking=non_blocking)
+        weights, first = moved(self._weights), moved(self.first)
+        return self.replaced(values, moved(self.lengths), weights, self.batch_sizes, first)
 
     def with_weights(self, weights: torch.Tensor | None) -> Jagged:
         """The same ids with other weights."""
+        values = self.values_in_graph() if torch.compiler.is_compiling() else self._values
+        return self.replaced(values, self.lengths, weights, self.batch_sizes, self.first)
+
+    def replaced(
+        self,
+        values: torch.Tensor,
+        lengths: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        batch_sizes: torch.Tensor | None,
+        first: torch.Tensor | None,
+    ) -> Jagged:
+        """Other tensors of the same form, such as those of one rank."""
         other = Jagged(
             self.features,
-            self.values_in_graph() if torch.compiler.is_compiling() else self._values,
-            lengths=self.lengths,
+            values,
+            lengths=lengths,
             weights=weights,
-            batch_sizes=self.batch_sizes,
+            batch_sizes=batch_sizes,
             padded=self.padded,
         )
-        other.first, other.problem, other.sizes = self.first, self.problem, self.sizes
+        other.first, other.problem, other.sizes = first, self.problem, self.sizes
         return other
 
     # -- from other formats ------------------------------------------------------------------

@@ -54,13 +54,6 @@ class Stacks:
         stacks = self.tiling.stacks[self.ranks[place]]
         return {stack.width: k for k, stack in enumerate(stacks) if stack.replicated}
 
-    def fill(self, table: int, value_of: Callable[[TableShard], torch.Tensor]) -> None:
-        """Write the values of a table, shard by shard."""
-        for place, rank in enumerate(self.ranks):
-            shard = self.tiling.shard_on(table, rank)
-            if shard is not None:
-                self.rows(place, shard).copy_(value_of(shard))
-
     def fill_rows(self, table: int, first: int, values: torch.Tensor) -> None:
         """Write rows of a table, from `first` on, where ranks present hold them."""
         last = first + values.shape[0]
@@ -164,11 +157,6 @@ def _shared(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def whole_of(value: DTensor) -> torch.Tensor:
     """A sharded table, gathered into a plain tensor."""
     return agreed(value.full_tensor())
-
-
-def shard_of(values: torch.Tensor) -> Callable[[TableShard], torch.Tensor]:
-    """A function that slices a shard out of a whole table."""
-    return lambda shard: values[shard.rows[0] : shard.rows[1], shard.columns[0] : shard.columns[1]]
 
 
 def states_like(stacks: Stacks, names: Mapping[str, bool]) -> list[list[dict[str, torch.Tensor]]]:

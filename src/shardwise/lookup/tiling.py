@@ -58,6 +58,8 @@ class TableSplit:
     kind: str
     #: Per rank; for `column_wise` columns, else rows. All of them for `data_parallel`.
     sizes: tuple[int, ...]
+    #: Where those of each rank begin; None if they are in the order of ranks.
+    starts: tuple[int, ...] | None = None
 
     @property
     def by_columns(self) -> bool:
@@ -148,25 +150,11 @@ def make_tiling(
     return TableTiling(tuple(tables), tuple(splits), tuple(map(tuple, shards)), tuple(stacks))
 
 
-def tiling_of_one(table: Table, dim: int, intervals: Sequence[tuple[int, int]]) -> TableTiling:
-    """One table of which each rank has a `(start, length)` of one dim, in any order."""
-    split = TableSplit("column_wise" if dim else "row_wise", tuple(num for _, num in intervals))
-    whole = ((0, table.num_embeddings), (0, table.embedding_dim))
-    shards, stacks = [], []
-    for rank, (start, num) in enumerate(intervals):
-        mine = (start, start + num)
-        rows, columns = (whole[0], mine) if dim else (mine, whole[1])
-        held = [TableShard(rank, rows, columns, 0, 0)] if num else []
-        shards += held
-        stacks.append(tuple(Stack(s.width, s.num_rows, ((0, s),), False) for s in held))
-    return TableTiling((table,), (split,), (tuple(shards),), tuple(stacks))
-
-
 def _extent(table: Table, split: TableSplit, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
     rows, columns = (0, table.num_embeddings), (0, table.embedding_dim)
     if split.replicated:
         return rows, columns
-    start = sum(split.sizes[:rank])
+    start = sum(split.sizes[:rank]) if split.starts is None else split.starts[rank]
     mine = (start, start + split.sizes[rank])
     return (rows, mine) if split.by_columns else (mine, columns)
 

@@ -34,7 +34,8 @@ from shardwise.lookup.prefetch import PrefetchedBatch
 from shardwise.lookup.routing import Route
 from shardwise.lookup.scratch import Lent
 from shardwise.lookup.step import RankStep, needs_backward
-from shardwise.lookup.tiling import Table, tiling_of_one
+from shardwise.lookup.tiling import Table, TableSplit
+from shardwise.lookup.tiling import make_tiling as make_table_tiling
 from shardwise.ops.lookup.rank_bags import times
 from shardwise.ops.lookup.row_sparse import make as make_row_sparse
 from shardwise.shard.spec import (
@@ -64,8 +65,9 @@ def _engine(tiling: Tiling, pooling: str | None, dtype: torch.dtype, mean: bool)
     assert tiling.split is not None, "a table that is looked up has one shard per rank"
     (num_rows, num_columns), ranks = tiling.shape, tiling.grid.ranks
     table = Table("weight", num_rows, num_columns, pooling=pooling or "sum")
-    intervals = [tiling.split.intervals[rank] for rank in ranks]
-    where = tiling_of_one(table, tiling.split.dim, intervals)
+    starts, sizes = zip(*(tiling.split.intervals[rank] for rank in ranks), strict=True)
+    split = TableSplit("column_wise" if tiling.split.dim else "row_wise", sizes, starts)
+    where = make_table_tiling([table], [split], len(ranks))
     return Engine(
         route=Route(where, pooled=pooling is not None, dtype=dtype),
         grid=tiling.grid,
