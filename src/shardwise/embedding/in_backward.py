@@ -15,7 +15,7 @@ from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding.stacks import Stacks, states_like, whole_of
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
-from shardwise.lookup.backends.backend import Backend, Lookups, Query, Rows, update_stacks
+from shardwise.lookup.backends.backend import Backend, Lookups, Query, update_stacks
 from shardwise.lookup.backends.registry import backend_of_copies
 from shardwise.lookup.exchange import combined
 from shardwise.lookup.optimizers import (
@@ -48,7 +48,6 @@ class _Pass(NamedTuple):
     """The gradients of a backward pass, for the update; see `InBackward.take`."""
 
     lookups: list[Lookups]
-    copies: list[dict[int, Rows]]
     of_replicas: bool
 
 
@@ -114,14 +113,13 @@ class InBackward:
         """Drop the held gradients."""
         self._held = []
 
-    def take(
-        self, lookups: list[Lookups], copies: list[dict[int, Rows]], *, of_replicas: bool
-    ) -> None:
-        """Take a backward pass's lookups in sharded stacks, and summed rows of replicated ones.
+    def take(self, lookups: list[Lookups], *, of_replicas: bool) -> None:
+        """Take a backward pass: per rank present, the lookups in its stacks. Of replicated stacks,
+        these are the rows that any rank looked up, with the sums of their gradients.
 
-        With `of_replicas`, other ranks get the lookups too, and make the same update.
+        With `of_replicas`, other ranks get all of them too, and make the same update.
         """
-        taken = _Pass(lookups, copies, of_replicas)
+        taken = _Pass(lookups, of_replicas)
         if self._holding:
             self._held.append(taken)
         else:
@@ -131,21 +129,30 @@ class InBackward:
         self.num_steps += 1
         lookups = [each.lookups for each in passes]
         joint = self._update_columns(lookups)
-        has_replicas = any(each.of_replicas for each in passes)
-        for place in range(len(self.stacks.ranks)):
-            found = {}
-            for k in range(len(self.stacks.weights[place])):
-                queries = [each[place][k] for each in lookups if k in each[place]]
-                if queries and k not in joint[place]:
-                    found[k] = _joined(queries)
-            update_stacks(
-                self._backend_of_copies if has_replicas else self._backend,
-                [self.stacks.weights[place][k] for k in found],
-                [query for query, _ in found.values()],
-                [grad for _, grad in found.values()],
-                [self._rule(place, k) for k in found],
-            )
-        self._apply_copies([each.copies for each in passes])
+        of_replicas = any(each.of_replicas for each in passes)
+        done: set[int] = set()
+        for place, rank in enumerate(self.stacks.ranks):
+            for copied in (False, True):
+                self._update(
+                    place,
+                    {
+                        k: _joined([each[place][k] for each in lookups if k in each[place]])
+                        for k, stack in enumerate(self.stacks.tiling.stacks[rank])
+                        if stack.replicated == copied
+                        and k not in joint[place]
+                        and self.stacks.weights[place][k].data_ptr() not in done
+                        and any(k in each[place] for each in lookups)
+                    },
+                    self._backend_of_copies if copied or of_replicas else self._backend,
+                )
+            # Simulated ranks share copies, which are updated once.
+            done.update(weight.data_ptr() for weight in self.stacks.weights[place])
+
+    def _update(self, place: int, lookups: Lookups, backend: Backend) -> None:
+        queries, grads = zip(*lookups.values(), strict=True) if lookups else ((), ())
+        weights = [self.stacks.weights[place][k] for k in lookups]
+        rules = [RowUpdate(self.settings, self._states[place][k], self.num_steps) for k in lookups]
+        update_stacks(backend, weights, queries, grads, rules)
 
     def states_of(self, place: int) -> list[torch.Tensor]:
         """All states of all stacks of the i-th rank present."""
@@ -154,9 +161,6 @@ class InBackward:
     def state_of(self, place: int, stack: int, name: str) -> torch.Tensor:
         """One state of a stack of the i-th rank present."""
         return self._states[place][stack][name]
-
-    def _rule(self, place: int, stack: int) -> RowUpdate:
-        return RowUpdate(self.settings, self._states[place][stack], self.num_steps)
 
     def _update_columns(self, lookups: list[list[Lookups]]) -> list[list[int]]:
         """Update the stacks that share squares with other ranks; returns them, per rank present."""
@@ -183,20 +187,6 @@ class InBackward:
         rows, values = self._backend.row_gradient(weight, query, grad)
         self.settings.decay(weight, rows, values)
         return GradientRows(rows, values)
-
-    def _apply_copies(self, copies: list[list[dict[int, Rows]]]) -> None:
-        done: set[int] = set()
-        for place in range(len(self.stacks.ranks)):
-            for k, weight in enumerate(self.stacks.weights[place]):
-                found = [each[place][k] for each in copies if k in each[place]]
-                # Simulated ranks share the copy: it is updated once.
-                if not found or weight.data_ptr() in done:
-                    continue
-                done.add(weight.data_ptr())
-                rows = torch.cat([numbers for numbers, _ in found])
-                values = torch.cat([values for _, values in found])
-                query = Query(rows, None, None)
-                self._backend_of_copies.update(weight, query, values, self._rule(place, k))
 
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace the state by what `fn` returns for it, such as a copy in another dtype."""

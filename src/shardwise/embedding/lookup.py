@@ -196,13 +196,15 @@ def _update(
             "optimizer.hold(), then call optimizer.step()."
         )
     lookups, copies, of_weights = _backward(engine, steps, grads, ctx.joined)
+    lookups = [
+        {**mine, **{k: (Query(rows, None, None), sums) for k, (rows, sums) in copied.items()}}
+        for mine, copied in zip(lookups, copies, strict=True)
+    ]
     if updated.trained is not None:
-        _leave_out(engine.stacks, updated.trained, lookups, copies)
+        _leave_out(engine.stacks, updated.trained, lookups)
     if replicas is not None and averaged:
-        lookups, copies = mean_over_replicas(
-            engine.stacks, engine.backend, replicas, lookups, copies
-        )
-    optimizer.take(lookups, copies, of_replicas=averaged)
+        lookups = mean_over_replicas(engine.stacks, engine.backend, replicas, lookups)
+    optimizer.take(lookups, of_replicas=averaged)
     _count_writes(engine, updated.parameters)
     return of_weights
 
@@ -223,26 +225,14 @@ def _count_writes(engine: CollectionEngine, parameters: list[torch.Tensor]) -> N
         engine.writes.add()
 
 
-def _leave_out(
-    stacks: Stacks,
-    trained: list[bool],
-    lookups: list[Lookups],
-    copies: list[dict[int, Rows]],
-) -> None:
-    """Drop the lookups and rows of tables that are not trained."""
-    for place, rank in enumerate(stacks.ranks):
-        for k, stack in enumerate(stacks.tiling.stacks[rank]):
-            frozen = [shard for table, shard in stack.shards if not trained[table]]
-            if not frozen:
-                continue
-            if k in lookups[place]:
-                query, grad = lookups[place][k]
-                lookups[place][k] = (without_tables(query, frozen), grad)
-            if k in copies[place]:
-                rows, values = copies[place][k]
-                kept = without_tables(Query(rows, None, None), frozen)
-                assert kept.lengths is not None, "without_tables gives lengths"
-                copies[place][k] = (kept.ids, values[kept.lengths.bool()])
+def _leave_out(stacks: Stacks, trained: list[bool], lookups: list[Lookups]) -> None:
+    """Drop the lookups in tables that are not trained."""
+    for rank, mine in zip(stacks.ranks, lookups, strict=True):
+        for k, (query, grad) in mine.items():
+            shards = stacks.tiling.stacks[rank][k].shards
+            frozen = [shard for table, shard in shards if not trained[table]]
+            if frozen:
+                mine[k] = (without_tables(query, frozen), grad)
 
 
 # -- gradients -----------------------------------------------------------------------------------
@@ -290,33 +280,22 @@ def sum_of_copies(stacks: Stacks, rows: Sequence[dict[int, Rows]]) -> list[dict[
 
 
 def mean_over_replicas(
-    stacks: Stacks,
-    backend: Backend,
-    replicas: Reduction,
-    lookups: Sequence[Lookups],
-    copies: Sequence[dict[int, Rows]],
-) -> tuple[list[Lookups], list[dict[int, Rows]]]:
+    stacks: Stacks, backend: Backend, replicas: Reduction, lookups: Sequence[Lookups]
+) -> list[Lookups]:
     """The lookups of a backward pass, averaged over data axes outside the collection's mesh.
 
     Every replica gets the rows of all, in one order, so all make the same update.
     """
-    rows = [
-        {**row_gradients(stacks, place, backend, lookups[place]), **copies[place]}
-        for place in range(len(stacks.ranks))
-    ]
-    found_lookups: list[Lookups] = [{} for _ in rows]
-    found_copies: list[dict[int, Rows]] = [{} for _ in rows]
+    rows = [row_gradients(stacks, place, backend, each) for place, each in enumerate(lookups)]
+    found: list[Lookups] = [{} for _ in rows]
     # A rank with fewer stacks takes part with empty ones, so that all communicate alike.
     for k in range(max(map(len, stacks.tiling.stacks))):
         with because("gradients of replicated tables", implicit=False):
             means = _means(stacks, replicas, k, rows)
-        for place, (rank, found) in enumerate(zip(stacks.ranks, means, strict=True)):
-            mine = stacks.tiling.stacks[rank]
-            if k < len(mine) and mine[k].replicated:
-                found_copies[place][k] = found
-            elif k < len(mine):
-                found_lookups[place][k] = Query(found[0], None, None), found[1]
-    return found_lookups, found_copies
+        for mine, rank, (numbers, values) in zip(found, stacks.ranks, means, strict=True):
+            if k < len(stacks.tiling.stacks[rank]):
+                mine[k] = Query(numbers, None, None), values
+    return found
 
 
 def _means(
