@@ -248,9 +248,7 @@ def prefetch_batch(
         "side_by_side": side_by_side,
     }
     found = [_checked(route, each, options) for each in _jagged_per_rank(grid, jagged)]
-    if grid is not None and grid.outside:
-        return OutsideBatch(route, found[0])
-    return PrefetchedBatch(route, grid, found, weights)
+    return _batch(route, grid, found, weights)
 
 
 def _read(batch: Any) -> Jagged | Fault:
@@ -281,11 +279,20 @@ def _differs_between_ranks(batch: Jagged) -> bool:
     return any(is_per_rank(each) and len(parts_of(each)) > 1 for each in given)
 
 
-def _invalid_batch(route: Route, grid: Grid | None, fault: Fault) -> PrefetchedBatch:
+def _batch(
+    route: Route,
+    grid: Grid | None,
+    found: Sequence[FeatureBags | Fault],
+    weights: torch.Tensor | None = None,
+) -> PrefetchedBatch:
     if grid is not None and grid.outside:
-        return OutsideBatch(route, fault)
-    present = [0] if grid is None else ranks_present(grid)
-    return PrefetchedBatch(route, grid, [fault] * len(present), None)
+        return OutsideBatch(route, None, found[:1], None)
+    return PrefetchedBatch(route, grid, found, weights)
+
+
+def _invalid_batch(route: Route, grid: Grid | None, fault: Fault) -> PrefetchedBatch:
+    here = 1 if grid is None or grid.outside else len(ranks_present(grid))
+    return _batch(route, grid, [fault] * here)
 
 
 def _jagged_per_rank(grid: Grid | None, batch: Jagged) -> list[Jagged]:

@@ -373,8 +373,7 @@ class _Collection(nn.Module):
         """
         # Whether its lookup will be under autograd is not known yet.
         prefetched = self._prefetch(batch, self._parameters_in_order(), may_train=True)
-        if not isinstance(prefetched, OutsideBatch):
-            self._engine.queue.add(prefetched)
+        self._engine.queue.add(prefetched)
         return prefetched
 
     def _prefetch(

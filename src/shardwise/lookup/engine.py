@@ -218,22 +218,18 @@ def flatten_gradients(
     """The gradients of received rows, flat as those came, and of local rows by stack."""
     if step.packed.repeats is not None:
         grads = step.packed.repeats.summed(grads)
-    counts = _row_counts(route, step)
-    sample = next((grad for grad in grads if grad is not None), None)
-    if sample is None:  # other ranks may have gradients
-        shape = int(counts[0]), sum(route.dims) if joined else route.dims[0]
-        sample = torch.zeros(shape, dtype=route.dtype, device=step.bags.values.device)
-        grads = [sample, *grads[1:]]
-    flat = scratch.numbers(sum(step.of_rows.wanted), sample.dtype, sample.device)
+    counts, device = _row_counts(route, step), step.bags.values.device
+    flat = scratch.numbers(sum(step.of_rows.wanted), route.dtype, device)
     own = {
-        block.stack: sample.new_empty(step.own_requests[block.stack].query.num_bags, block.width)
+        block.stack: flat.new_empty(step.own_requests[block.stack].query.num_bags, block.width)
         for block in route.local_blocks[step.rank]
     }
-    copy = _copy_of_gradients(route, step, grads, scale, joined)
+    there = _of_sums(route, step, grads, joined)
+    copy = _copy_of_gradients(route, there, scale, joined)
     for piece, targets in step.by_piece(flat.split(step.of_rows.wanted), own):
         first, *others = (target.view(-1, piece.width) for target in targets)
         if isinstance(piece, RowGroup) and not step.packed.sums(piece):
-            rows = sample.new_empty(int(counts[piece.features].sum()), piece.width)
+            rows = flat.new_empty(int(counts[piece.features].sum()), piece.width)
             copy(piece, rows)
             split = step.packed.split[piece.group]
             rows = _spread_out(split, rows) if route.pooled else rows.index_select(0, split.order)
@@ -247,62 +243,49 @@ def flatten_gradients(
     return flat, own
 
 
-def _copy_of_gradients(
-    route: Route,
-    step: RankStep,
-    grads: Sequence[torch.Tensor | None],
-    scale: float,
-    joined: bool,
-) -> Callable[[LegBlock | RowGroup, torch.Tensor], None]:
-    """A function that copies the gradients of a block or group, times `scale`."""
-    if joined and route.has_strips:
-        (whole,) = grads
-        assert whole is not None, "zeros stand for a missing gradient"
-        if route.means:
-            whole = whole.clone()
-            _average(route, step, whole.split(route.dims, dim=1))
+def _of_sums(
+    route: Route, step: RankStep, grads: Sequence[torch.Tensor | None], joined: bool
+) -> list[torch.Tensor]:
+    """Gradients of the outputs as those of sums; zeros for missing ones."""
+    counts, dims = _row_counts(route, step).tolist(), route.dims
+    if joined:
+        counts, dims = counts[:1], [sum(dims)]
+    nothing = torch.zeros((), dtype=route.dtype, device=step.bags.values.device)
+    there = [
+        nothing.expand(num, dim) if grad is None else grad
+        for num, dim, grad in zip(counts, dims, grads, strict=True)
+    ]
+    for place in {0} if joined and route.means else route.means:
+        there[place] = there[place].clone()
+    _average(route, step, there[0].split(route.dims, dim=1) if joined else there)
+    return there
 
-        def copy_strip(where: LegBlock | RowGroup, rows: torch.Tensor) -> None:
-            assert where.strip is not None, "every piece has one"
-            of_features = where.strip.of(whole)
+
+def _copy_of_gradients(
+    route: Route, grads: Sequence[torch.Tensor], scale: float, joined: bool
+) -> Callable[[LegBlock | RowGroup, torch.Tensor], None]:
+    """A function that copies the gradients of a piece, times `scale`."""
+    columns = route.columns
+    if joined and route.has_strips:
+
+        def copy_strip(piece: LegBlock | RowGroup, rows: torch.Tensor) -> None:
+            assert piece.strip is not None, "every piece has one"
+            of_features = piece.strip.of(grads[0])
             torch.mul(of_features, scale, out=rows.view(of_features.shape))
 
         return copy_strip
-    parts = route.columns.numbered(_columns_of(route, step, grads, joined))
+    of_outputs = [slice(None)] if joined else columns.of_feature
+    in_order: list[torch.Tensor] = []
+    for grad, mine in zip(grads, of_outputs, strict=True):
+        in_order += grad.split(columns.widths[mine], dim=1)
+    parts = columns.numbered(in_order)
 
-    def copy(where: LegBlock | RowGroup, rows: torch.Tensor) -> None:
-        torch.cat(parts[where.parts], out=rows)
+    def copy(piece: LegBlock | RowGroup, rows: torch.Tensor) -> None:
+        torch.cat(parts[piece.parts], out=rows)
         if scale != 1:
             rows.mul_(scale)
 
     return copy
-
-
-def _columns_of(
-    route: Route, step: RankStep, grads: Sequence[torch.Tensor | None], joined: bool
-) -> list[torch.Tensor]:
-    """The gradients of all parts in the order of columns."""
-    columns = route.columns
-    sample = next(grad for grad in grads if grad is not None)
-    if joined:
-        if route.means:
-            sample = sample.clone()
-            _average(route, step, sample.split(route.dims, dim=1))
-        return list(sample.split(columns.widths, dim=1))
-    counts = _row_counts(route, step).tolist()
-    nothing = sample.new_zeros(())
-    there = [
-        nothing.expand(counts[feature], route.dims[feature]) if grad is None else grad
-        for feature, grad in enumerate(grads)
-    ]
-    if route.means:
-        for feature in route.means:
-            there[feature] = there[feature].clone()
-        _average(route, step, there)
-    found: list[torch.Tensor] = []
-    for grad, mine in zip(there, columns.of_feature, strict=True):
-        found += grad.split(columns.widths[mine], dim=1)
-    return found
 
 
 def _average(route: Route, step: RankStep, per_feature: Sequence[torch.Tensor]) -> None:

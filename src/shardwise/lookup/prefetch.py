@@ -195,17 +195,6 @@ class OutsideBatch(PrefetchedBatch):
     The zeros have the shapes that other ranks get, so that the layers above run there too.
     """
 
-    def __init__(self, route: Route, bags: FeatureBags | Fault) -> None:
-        self.route = route
-        self._error = joint_error("", {0: bags}, 1) if isinstance(bags, Fault) else None
-        self._bags = [bags] if isinstance(bags, FeatureBags) else []
-
-    def send_ids(self) -> None:
-        """To nobody."""
-
-    def lengths_per_feature(self) -> list[torch.Tensor]:
-        return [self._bags[0].lengths_of(feature) for feature in range(self.route.num_features)]
-
     def rows(
         self, dtype: torch.dtype, device: torch.device, *, joined: bool, trained: bool
     ) -> tuple[torch.Tensor, ...]:

@@ -47,7 +47,6 @@ from shardwise.shard.moves import with_spec
 from shardwise.shard.spec import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
-    ShardingSpec,
     decode_spec,
     device_type_of,
     encode_spec,
@@ -68,9 +67,12 @@ class OutputPlan:
     """A plan for the output of one module."""
 
     where: str
-    spec: ShardingSpec | None
+    #: None: the module puts out a DTensor, which keeps its layout.
+    spec: Any
     local: bool
     grad_reduction: str
+    #: In compiled code, the ranks of the spec.
+    grid: Any = None
 
 
 @untraced
@@ -131,24 +133,6 @@ _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define("lay_out(Tensor output, str plan) -> Tensor")
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """A plan for one output, and the mesh of its ranks."""
-
-    plan: OutputPlan
-    grid: Grid | None
-
-    @property
-    def ranks(self) -> Grid:
-        assert self.grid is not None, "a spec names the ranks of a group"
-        return self.grid
-
-    @property
-    def spec(self) -> ShardingSpec:
-        assert self.plan.spec is not None, "without a spec nothing is laid out"
-        return self.plan.spec
-
-
 def output_text(plan: OutputPlan, process_group: Any) -> str:
     """A plan as an argument of an op: the same text in every process."""
     spec, grid = None, None
@@ -159,17 +143,16 @@ def output_text(plan: OutputPlan, process_group: Any) -> str:
     return json.dumps({"code": source_digest(), "options": options, "grid": grid})
 
 
-def _decode(options: Any, grid: Grid | None) -> Output:
+def _decode(options: Any, grid: Grid | None) -> OutputPlan:
     where, spec, local, grad_reduction = options
-    spec = None if spec is None else decode_spec(spec)
-    return Output(OutputPlan(where, spec, local, grad_reduction), grid)
+    return OutputPlan(where, spec and decode_spec(spec), local, grad_reduction, grid)
 
 
 @functools.lru_cache(maxsize=1024)
-def _decode_text(text: str) -> tuple[Any, Output]:
+def _decode_text(text: str) -> tuple[Any, OutputPlan]:
     """The options of a plan, encoded and decoded."""
     content = json.loads(text)
-    grid = None if content["grid"] is None else decode_grid(content["grid"])
+    grid = content["grid"] and decode_grid(content["grid"])
     return content["options"], _decode(content["options"], grid)
 
 
@@ -181,21 +164,21 @@ def _lay_out(output: torch.Tensor, text: str) -> torch.Tensor:
     options, known = _decode_text(text)
     if isinstance(output, DTensor):
         if output._layout.symbolic and not isinstance(output, ShardedTensor):
-            return _of_symbolic_size(output, known.plan)
-        return place_output(output, known.plan)
-    own = part_per_rank(known.ranks, output)
+            return _of_symbolic_size(output, known)
+        return place_output(output, known)
+    own = part_per_rank(known.grid, output)
     if all(type(part) in (torch.Tensor, torch.nn.Parameter) for part in own):
-        return place_output(joined(output, known.ranks, known.plan.grad_reduction), known.plan)
-    if known.plan.local:
+        return place_output(joined(output, known.grid, known.grad_reduction), known)
+    if known.local:
         _check_one_size(known, [part.shape for part in own])
     elif not has_one_shard(known.spec):
         raise UnsupportedError(
-            f"output_plan of {known.plan.where!r} as {known.spec}, in compiled code: what a rank "
+            f"output_plan of {known.where!r} as {known.spec}, in compiled code: what a rank "
             "holds depends on what other ranks put out. Compile without fullgraph=True, or choose "
             "a ChunkShardingSpec that names every rank once."
         )
-    shard, extent = _LAID_OUT(known.ranks, options, {"own": output})
-    return shard if known.plan.local else _Sharded.apply(shard, extent, own[0].shape[1:], known)
+    shard, extent = _LAID_OUT(known.grid, options, {"own": output})
+    return shard if known.local else _Sharded.apply(shard, extent, own[0].shape[1:], known)
 
 
 def _of_symbolic_size(x: Any, plan: OutputPlan) -> torch.Tensor:
@@ -211,12 +194,12 @@ def _of_symbolic_size(x: Any, plan: OutputPlan) -> torch.Tensor:
     return in_own_loss(ordered.to_local(), x._layout.grid, plan.grad_reduction)
 
 
-def _check_one_size(known: Output, own: Sequence[Sequence[Size]]) -> None:
+def _check_one_size(known: OutputPlan, own: Sequence[Sequence[Size]]) -> None:
     """The ranks of a simulated world share one graph."""
-    if len(own) == len(known.ranks.ranks):
+    if len(own) == len(known.grid.ranks):
         first, *others = _shard_shapes(known, own)
         if any(list(shape) != list(first) for shape in others):
-            asked = f"The output of {known.plan.where!r} as local tensors of {known.spec}"
+            asked = f"The output of {known.where!r} as local tensors of {known.spec}"
             raise UnsupportedError(size_mismatch_text(asked))
 
 
@@ -225,13 +208,13 @@ class _Sharded(UntracedFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, shard: torch.Tensor, extent: torch.Tensor, row: Sequence[Size], known: Output
+        ctx: Any, shard: torch.Tensor, extent: torch.Tensor, row: Sequence[Size], known: OutputPlan
     ) -> ShardedTensor:
-        grid = known.ranks
+        grid = known.grid
         first, *_ = part_per_rank(grid, extent)
         local = one_tensor(grid, part_per_rank(grid, shard.detach()), sized=False)
         tiling = UnbackedTiling(UnbackedSpec(known.spec, grid), (first.shape[0], *row), first)
-        ctx.made = make_unbacked(ShardedTensor, local, tiling, known.plan)
+        ctx.made = make_unbacked(ShardedTensor, local, tiling, known)
         return ctx.made
 
     @staticmethod
@@ -240,18 +223,18 @@ class _Sharded(UntracedFunction):
         return sized(matching_local(grad, ctx.made, "A gradient")), None, None, None
 
 
-def _run(known: Output, own: torch.Tensor) -> list[torch.Tensor]:
-    joint = joined(own, known.ranks, known.plan.grad_reduction)
-    found: Any = place_output(joint, known.plan)
-    shard = found if known.plan.local else found.local_tensor()
+def _run(known: OutputPlan, own: torch.Tensor) -> list[torch.Tensor]:
+    joint = joined(own, known.grid, known.grad_reduction)
+    found: Any = place_output(joint, known)
+    shard = found if known.local else found.local_tensor()
     return [shard, new_extent(shard, joint.shape[0])]
 
 
 def _shapes(
-    known: Output, _: Any, ranks: Sequence[dict[str, torch.Tensor]]
+    known: OutputPlan, _: Any, ranks: Sequence[dict[str, torch.Tensor]]
 ) -> list[list[torch.Tensor]]:
     like, own = ranks[0]["own"], [rank["own"].shape for rank in ranks]
-    if len(own) == len(known.ranks.ranks):
+    if len(own) == len(known.grid.ranks):
         num_rows, found = _num_rows(own), _shard_shapes(known, own)
     else:
         num_rows = unknown_length(like)
@@ -266,10 +249,10 @@ def _num_rows(shapes: Sequence[Sequence[Size]]) -> Size:
     return sum(shape[0] for shape in shapes if shape)
 
 
-def _shard_shapes(known: Output, own: Sequence[Sequence[Size]]) -> Sequence[Sequence[Size]]:
+def _shard_shapes(known: OutputPlan, own: Sequence[Sequence[Size]]) -> Sequence[Sequence[Size]]:
     """The shapes of the ranks present. A shape that does not fit raises when the op runs."""
     shape, spec = (_num_rows(own), *own[0][1:]), known.spec
-    ranks, ndim = [known.ranks.ranks[place] for place in ranks_present(known.ranks)], len(shape)
+    ranks, ndim = [known.grid.ranks[place] for place in ranks_present(known.grid)], len(shape)
     if isinstance(spec, EnumerableShardingSpec):
         return [_enumerated(known, rank) or shape for rank in ranks]
     assert isinstance(spec, ChunkShardingSpec), "there are two kinds of specs"
@@ -284,14 +267,14 @@ def _shard_shapes(known: Output, own: Sequence[Sequence[Size]]) -> Sequence[Sequ
     return found
 
 
-def _enumerated(known: Output, rank: int) -> Sequence[int] | None:
+def _enumerated(known: OutputPlan, rank: int) -> Sequence[int] | None:
     """The shape of a rank's shard where the spec lists boxes."""
-    spec: Any = known.plan.spec
+    spec: Any = known.spec
     ends = [
         [o + s for o, s in zip(b.shard_offsets, b.shard_sizes, strict=True)] for b in spec.shards
     ]
     try:
-        tiling = make_tiling(spec, tuple(map(max, zip(*ends, strict=True))), known.ranks)
+        tiling = make_tiling(spec, tuple(map(max, zip(*ends, strict=True))), known.grid)
     except ShardwiseError:
         return None
     return None if tiling.split is None else tiling.shard_shape(rank)
