@@ -219,18 +219,11 @@ class InBackward:
 
     def _local_states(self, table: int, name: str, per_row: bool) -> list[torch.Tensor]:
         """The local state of a table on each rank present."""
-        stacks = self.stacks
-        parts = []
-        for place, rank in enumerate(stacks.ranks):
-            shard = stacks.tiling.shard_on(table, rank)
-            if shard is None:
-                nothing = stacks.nothing_of(table)
-                parts.append(nothing if not per_row else nothing[:, :1])
-                continue
-            state = self._states[place][shard.stack][name]
-            mine = state[shard.base : shard.base + shard.num_rows]
-            parts.append(mine.unsqueeze(1) if per_row else mine)
-        return parts
+        held = [[state[name] for state in per_stack] for per_stack in self._states]
+        if not per_row:
+            return self.stacks.shards_in(table, held)
+        columns = [[numbers.unsqueeze(1) for numbers in each] for each in held]
+        return [part[:, :1] for part in self.stacks.shards_in(table, columns)]
 
     def _saved_states(self) -> dict[str, dict[str, Any]]:
         """`state`, with a RowState where only some ranks hold columns of a table."""

@@ -124,8 +124,11 @@ def _backward(
     """Per rank present, the lookups of sharded stacks with their gradients, and the row gradients
     of replicated stacks, summed over ranks; then the gradient of the ids' weights."""
     stacks, grid = engine.stacks, engine.grid
-    lookups, local, found = engine.gradients(stacks.weights, steps, grads, joined)
-    copies = [row_gradients(stacks, n, engine.backend, each) for n, each in enumerate(local)]
+    lookups, found = engine.gradients(stacks.weights, steps, grads, joined)
+    copies = []
+    for place, (step, mine) in enumerate(zip(steps, lookups, strict=True)):
+        own = {k: mine.pop(k) for k in step.own_requests}
+        copies.append(row_gradients(stacks, place, engine.backend, own))
     of_weights = None
     if found is not None and steps[0].bags.weights_train:
         of_weights = found[0] if grid is None else one_tensor(grid, found)

@@ -91,13 +91,19 @@ class Stacks:
 
     def table(self, number: int) -> torch.Tensor:
         """The value of a table's parameter: a view of the stack, as a DTensor on a mesh."""
-        parts = []
-        for place, rank in enumerate(self.ranks):
+        parts = self.shards_in(number, self.weights)
+        return parts[0] if self.grid is None else self.wrap(number, parts)
+
+    def shards_in(self, number: int, held: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        """A table's shards of what each rank present holds for its stacks, such as the weights."""
+        found = []
+        for rank, mine in zip(self.ranks, held, strict=True):
             shard = self.tiling.shard_on(number, rank)
-            parts.append(self.nothing_of(number) if shard is None else self.rows(place, shard))
-        if self.grid is None:
-            return parts[0]
-        return self.wrap(number, parts)
+            if shard is None:
+                found.append(self.nothing_of(number))
+            else:
+                found.append(mine[shard.stack][shard.base : shard.base + shard.num_rows])
+        return found
 
     def wrap(self, number: int, parts: Sequence[torch.Tensor]) -> DTensor:
         """The DTensor of a table, from the shard of each rank present."""

@@ -21,7 +21,7 @@ from shardwise.lookup.backends.backend import Backend, Lookups
 from shardwise.lookup.ids import edges_of, repeated, segment_sums
 from shardwise.lookup.messages import SplitIds
 from shardwise.lookup.prefetch import PrefetchQueue
-from shardwise.lookup.routing import LegBlock, Route, RowGroup
+from shardwise.lookup.routing import Piece, Route, RowGroup
 from shardwise.lookup.scratch import Lent
 from shardwise.lookup.step import (
     RankStep,
@@ -74,11 +74,11 @@ class Engine:
         steps: Sequence[RankStep],
         grads: Sequence[torch.Tensor | None],
         joined: bool,
-    ) -> tuple[list[Lookups], list[Lookups], list[torch.Tensor] | None]:
-        """Per rank present, the lookups of sharded stacks with the gradients of their bags, those
-        of replicated stacks, and the gradient of its weights of ids, if any rank's require grad.
+    ) -> tuple[list[Lookups], list[torch.Tensor] | None]:
+        """Per rank present, the lookups in its stacks with the gradients of their bags, and the
+        gradient of its weights of ids, if any rank's require grad.
 
-        `grads` are those of the outputs.
+        `grads` are those of the outputs. Lookups in replicated stacks are its own alone.
         """
         route, grid = self.route, self.grid
         per_rank: list[list[torch.Tensor | None]] = [list(grads)]
@@ -93,22 +93,17 @@ class Engine:
             local_rows.append(local)
         received = self._exchange(steps, buffers, back=True)
         lookups: list[Lookups] = []
-        all_local: list[Lookups] = []
         for step, flat, local in zip(steps, received, local_rows, strict=True):
-            widths = [stack.width for stack in route.tiling.stacks[step.rank]]
+            stacks = route.tiling.stacks[step.rank]
+            found = by_stack(step.of_rows, flat) | local
             lookups.append(
-                {
-                    k: (step.query(k), rows.view(-1, widths[k]))
-                    for k, rows in by_stack(step.of_rows, flat).items()
-                }
+                {k: (step.query(k), rows.view(-1, stacks[k].width)) for k, rows in found.items()}
             )
-            all_local.append({k: (step.query(k), grad) for k, grad in local.items()})
-        of_weights = None
-        if weights_train(steps):
-            # Before any row changes. The weights are this rank's own: no mean over ranks.
-            found = weight_gradients(route, grid, steps, weights, lookups, all_local, self.backend)
-            of_weights = [part / self.scale for part in found]
-        return lookups, all_local, of_weights
+        if not weights_train(steps):
+            return lookups, None
+        # Before any row changes. The weights are this rank's own: no mean over ranks.
+        of_weights = weight_gradients(route, grid, steps, weights, lookups, self.backend)
+        return lookups, [part / self.scale for part in of_weights]
 
     def _exchange(
         self, steps: Sequence[RankStep], buffers: Sequence[torch.Tensor], *, back: bool
@@ -168,7 +163,7 @@ def _row_counts(route: Route, step: RankStep) -> np.ndarray:
 
 def _rows_of(
     step: RankStep,
-    piece: LegBlock | RowGroup,
+    piece: Piece,
     found: Sequence[torch.Tensor],
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -263,12 +258,12 @@ def _of_sums(
 
 def _copy_of_gradients(
     route: Route, grads: Sequence[torch.Tensor], scale: float, joined: bool
-) -> Callable[[LegBlock | RowGroup, torch.Tensor], None]:
+) -> Callable[[Piece, torch.Tensor], None]:
     """A function that copies the gradients of a piece, times `scale`."""
     columns = route.columns
     if joined and route.has_strips:
 
-        def copy_strip(piece: LegBlock | RowGroup, rows: torch.Tensor) -> None:
+        def copy_strip(piece: Piece, rows: torch.Tensor) -> None:
             assert piece.strip is not None, "every piece has one"
             of_features = piece.strip.of(grads[0])
             torch.mul(of_features, scale, out=rows.view(of_features.shape))
@@ -280,7 +275,7 @@ def _copy_of_gradients(
         in_order += grad.split(columns.widths[mine], dim=1)
     parts = columns.numbered(in_order)
 
-    def copy(piece: LegBlock | RowGroup, rows: torch.Tensor) -> None:
+    def copy(piece: Piece, rows: torch.Tensor) -> None:
         torch.cat(parts[piece.parts], out=rows)
         if scale != 1:
             rows.mul_(scale)

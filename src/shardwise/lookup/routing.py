@@ -40,29 +40,6 @@ class FeatureRoute:
         return self.group >= 0
 
 
-class LegBlock:
-    """Neighbouring legs to one stack of a rank; see Note [Blocks]."""
-
-    def __init__(self, legs: Sequence[FeatureRoute], first_part: int, number: int) -> None:
-        shards = [leg.shard for leg in legs]
-        #: As a piece it has the rows of one block, itself: the numbers among all blocks.
-        self.blocks = [number]
-        #: The place of its rank among the owners of the group.
-        self.owner = 0
-        self.stack, self.group = shards[0].stack, legs[0].group
-        self.width, self.rank = shards[0].width, shards[0].rank
-        #: The numbers of its legs; see `Columns`.
-        self.parts = slice(first_part, first_part + len(legs))
-        self.features = np.array([leg.feature for leg in legs])
-        self.of_features = picker(self.features.tolist())
-        #: What is added to an id of the table, to count from the first row of the stack.
-        self.shifts = np.array([shard.base - shard.rows[0] for shard in shards])
-        self.first_row = np.array([shard.base for shard in shards])
-        self.num_rows = np.array([shard.num_rows for shard in shards])
-        self.columns = {shard.columns for shard in shards}
-        self.strip: Strip | None = None
-
-
 class Strip(NamedTuple):
     """The same columns of neighbouring features of one width, with all features side by side."""
 
@@ -76,6 +53,37 @@ class Strip(NamedTuple):
         part = whole[:, self.start : self.start + self.num_features * self.dim]
         part = part.unflatten(1, (self.num_features, self.dim))
         return part[:, :, self.columns[0] : self.columns[1]].transpose(0, 1)
+
+
+class Piece:
+    """Some columns of some features: the rows of a block, or of the blocks of several owners."""
+
+    def __init__(
+        self, legs: Sequence[FeatureRoute], blocks: Sequence[int], first_part: int
+    ) -> None:
+        """`legs` are those to one owner; `blocks` the numbers of all owners' blocks."""
+        self.blocks, self.group, self.width = blocks, legs[0].group, legs[0].shard.width
+        self.features = np.array([leg.feature for leg in legs])
+        self.of_features = picker(self.features.tolist())
+        #: The numbers of its features as parts, and the columns of each; see `Columns`.
+        self.parts = slice(first_part, first_part + len(legs))
+        self.columns = [leg.shard.columns for leg in legs]
+        self.strip: Strip | None = None
+
+
+class LegBlock(Piece):
+    """Neighbouring legs to one stack of a rank; see Note [Blocks]."""
+
+    def __init__(self, legs: Sequence[FeatureRoute], first_part: int, number: int) -> None:
+        super().__init__(legs, [number], first_part)
+        self.legs, shards = legs, [leg.shard for leg in legs]
+        self.stack, self.rank = shards[0].stack, shards[0].rank
+        #: The place of its rank among the owners of the group.
+        self.owner = 0
+        #: What is added to an id of the table, to count from the first row of the stack.
+        self.shifts = np.array([shard.base - shard.rows[0] for shard in shards])
+        self.first_row = np.array([shard.base for shard in shards])
+        self.num_rows = np.array([shard.num_rows for shard in shards])
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,42 +126,24 @@ class RowIntervals:
         return self._owner.index_select(0, at)
 
 
-class RowGroup:
+class RowGroup(Piece):
     """The features whose tables are split by rows over the same ranks, and have one width."""
 
-    def __init__(
-        self,
-        legs: Sequence[FeatureRoute],
-        tiling: TableTiling,
-        first_part: int,
-        blocks: Sequence[LegBlock],
-    ) -> None:
-        self.blocks = [number for block in blocks for number in block.blocks]
-        self.group = legs[0].group
-        self.features = np.array(list(dict.fromkeys(leg.feature for leg in legs)))
-        #: The numbers of its features; see `Columns`.
-        self.parts = slice(first_part, first_part + self.features.shape[0])
-        self.of_features = picker(self.features.tolist())
-        of_feature = {leg.feature: leg.table for leg in legs}
-        tables = [of_feature[feature] for feature in self.features.tolist()]
-        self.width = tiling.tables[tables[0]].embedding_dim
-        self.columns = {(0, self.width)}
-        self.strip: Strip | None = None
-        self.owners = [r for r, size in enumerate(tiling.splits[tables[0]].sizes) if size]
+    def __init__(self, blocks: Sequence[LegBlock], tiling: TableTiling, first_part: int) -> None:
+        super().__init__(blocks[0].legs, [block.blocks[0] for block in blocks], first_part)
+        tables = [leg.table for leg in blocks[0].legs]
+        self.owners = [block.rank for block in blocks]
         self.owner_at = {rank: place for place, rank in enumerate(self.owners)}
-        for block in blocks:
-            block.owner = self.owner_at[block.rank]
+        for place, block in enumerate(blocks):
+            block.owner = place
         #: The dtype of owners' places.
         self.place_dtype = torch.uint8 if len(self.owners) <= 256 else torch.int16
         #: How many rows each owner has, the last ones perhaps fewer; None where tables differ, or
         #: their rows are split otherwise.
         self.rows_per_owner = self._rows_per_owner(tables, tiling)
         self.intervals = RowIntervals(self, tables, tiling)
-        shift = {(leg.shard.rank, leg.feature): leg.shard.base - leg.shard.rows[0] for leg in legs}
         #: As `LegBlock.shifts`, for each owner and feature.
-        self.shifts = np.array(
-            [[shift.get((rank, f), 0) for f in self.features.tolist()] for rank in self.owners]
-        )
+        self.shifts = np.array([block.shifts for block in blocks])
 
     def _rows_per_owner(self, tables: Sequence[int], tiling: TableTiling) -> int | None:
         heights = {tiling.tables[table].num_embeddings for table in tables}
@@ -199,18 +189,16 @@ class Route:
         self.all_blocks = [block for each in self.blocks for block in each]
         #: Per rank, the first rank that gets the same message: it has other columns of the tables.
         self.like = _alike(self.legs)
-        everywhere = [leg for each in self.legs for leg in each if leg.split]
         self.groups: list[RowGroup] = []
         for number in range(max(groups) + 1):
-            mine = [leg for leg in everywhere if leg.group == number]
             owners = [block for block in self.all_blocks if block.group == number]
-            self.groups.append(RowGroup(mine, tiling, num, owners))
+            self.groups.append(RowGroup(owners, tiling, num))
             num = self.groups[-1].parts.stop
         # Replicated tables are the same on every rank, and so are the legs to them.
         self.local_blocks = tuple(_blocks([each], num)[0][0] for each in self.local)
         whole = [block for block in self.all_blocks if block.group < 0]
         #: What the output consists of, but for replicated tables.
-        self.pieces: list[LegBlock | RowGroup] = [*whole, *self.groups]
+        self.pieces: list[Piece] = [*whole, *self.groups]
         #: Per feature, what most owners of its table add to an id.
         self.shifts = np.zeros(self.num_features, dtype=np.int64)
         for block in [*whole, *self.local_blocks[0]]:
@@ -248,37 +236,38 @@ class Route:
     def _find_strips(self) -> bool:
         starts = np.cumsum([0, *self.dims])
         for piece in self.pieces:
-            features, columns = piece.features, piece.columns
+            features, columns = piece.features, set(piece.columns)
             dims = {self.dims[feature] for feature in features.tolist()}
             if len(columns) > 1 or len(dims) > 1 or (np.diff(features) != 1).any():
                 return False
             start = int(starts[features[0]])
-            piece.strip = Strip(start, len(features), dims.pop(), next(iter(columns)))
+            piece.strip = Strip(start, len(features), dims.pop(), piece.columns[0])
         return not self.local[0]
 
 
 class Columns:
     """How the columns of all features are put together from parts.
 
-    Parts are numbered: first all legs whose tables are not split by rows (the places of others are
-    unused), then the features of each row group, then the legs to replicated tables.
+    Parts are the features of pieces, and those of the legs to replicated tables.
     """
 
     def __init__(self, route: Route) -> None:
-        legs = [leg for each in route.legs for leg in each]
-        parts = [(leg.feature, leg.shard.columns, n) for n, leg in enumerate(legs) if not leg.split]
-        for group in route.groups:
-            of_group = enumerate(group.features.tolist(), group.parts.start)
-            parts += [(feature, (0, group.width), number) for number, feature in of_group]
-        num = route.groups[-1].parts.stop if route.groups else len(legs)
-        local = route.local[0]
-        parts += [(leg.feature, leg.shard.columns, n) for n, leg in enumerate(local, num)]
-        parts.sort()
+        pieces = [*route.pieces, *route.local_blocks[0]]
+        parts = sorted(
+            (feature, columns, number)
+            for piece in pieces
+            for feature, columns, number in zip(
+                piece.features.tolist(),
+                piece.columns,
+                range(piece.parts.start, piece.parts.stop),
+                strict=True,
+            )
+        )
         #: Numbers of parts in the order of columns, and their widths.
         self.numbers = [number for _, _, number in parts]
         self.widths = [end - start for _, (start, end), _ in parts]
         self.in_order = picker(self.numbers)
-        self.num_parts = num + len(local)
+        self.num_parts = max(piece.parts.stop for piece in pieces)
         #: Per feature, its parts among those in order.
         edges = np.searchsorted([f for f, _, _ in parts], np.arange(route.num_features + 1))
         self.of_feature = [slice(a, b) for a, b in itertools.pairwise(edges.tolist())]

@@ -25,7 +25,7 @@ from shardwise.lookup.messages import (
     Packed,
     StackRequest,
 )
-from shardwise.lookup.routing import LegBlock, Route, RowGroup
+from shardwise.lookup.routing import Piece, Route, RowGroup
 from shardwise.lookup.scratch import Lent
 
 #: Elements of rows that are looked up at a time: 1 MB.
@@ -82,7 +82,7 @@ class RankStep:
 
     def by_piece(
         self, from_blocks: Sequence[torch.Tensor], own: dict[int, torch.Tensor]
-    ) -> Iterator[tuple[LegBlock | RowGroup, list[torch.Tensor]]]:
+    ) -> Iterator[tuple[Piece, list[torch.Tensor]]]:
         """Each piece of the output, and what comes from its blocks; `own`: from own copies."""
         for piece in self.route.pieces:
             yield piece, [from_blocks[number] for number in piece.blocks]
@@ -122,7 +122,7 @@ def exchange(
 
 def by_requester(counts: Counts, answers: dict[int, torch.Tensor]) -> list[torch.Tensor]:
     """The parts of a message: the answers of all stacks to the first rank, then to the next."""
-    split = [rows.view(-1).split(counts.given[k]) for k, rows in answers.items()]
+    split = [answers[k].reshape(-1).split(sizes) for k, sizes in counts.given.items()]
     return [part for to_rank in zip(*split, strict=True) for part in to_rank]
 
 
@@ -210,30 +210,24 @@ def weight_gradients(
     steps: Sequence[RankStep],
     tables: Sequence[Sequence[torch.Tensor]],
     lookups: Sequence[Lookups],
-    local_lookups: Sequence[Lookups],
     backend: Backend,
 ) -> list[torch.Tensor]:
     """Per rank present, one number for each of its ids."""
+    # For each id that was looked up, its row times its bag's gradient.
+    own = getattr(backend, "weight_gradient", products_of_rows)
+    along = [
+        {k: own(mine[k], query, grad) for k, (query, grad) in each.items()}
+        for mine, each in zip(tables, lookups, strict=True)
+    ]
     counts, answers = [step.of_ids() for step in steps], []
-    for mine, step, each, own in zip(tables, steps, counts, lookups, strict=True):
+    for step, each, numbers in zip(steps, counts, along, strict=True):
         nothing = torch.empty(0, dtype=route.weight_dtype, device=step.bags.values.device)
-        parts = by_requester(each, _along(mine, own, backend))
-        answers.append(torch.cat([nothing, *parts]).to(route.weight_dtype))
+        answers.append(torch.cat([nothing, *by_requester(each, numbers)]).to(route.weight_dtype))
     arrived = exchange("gradients of the weights of ids", route, grid, counts, answers)
     return [
-        _put_back(step, flat.split(each.wanted), _along(mine, own, backend))
-        for step, flat, each, mine, own in zip(
-            steps, arrived, counts, tables, local_lookups, strict=True
-        )
+        _put_back(step, flat.split(each.wanted), numbers)
+        for step, flat, each, numbers in zip(steps, arrived, counts, along, strict=True)
     ]
-
-
-def _along(
-    tables: Sequence[torch.Tensor], lookups: Lookups, backend: Backend
-) -> dict[int, torch.Tensor]:
-    """Per stack, one number for each id: its row times its bag's gradient."""
-    own = getattr(backend, "weight_gradient", products_of_rows)
-    return {k: own(tables[k], query, grad) for k, (query, grad) in lookups.items()}
 
 
 def _put_back(

@@ -212,9 +212,7 @@ class _TableLookup(UntracedFunction):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         call: TableLookup = ctx.call
         with because(call.lookup.what, implicit=False):
-            lookups, _, found = call.engine.gradients(
-                ctx.weights, call.batch.arrive(), [grad], False
-            )
+            lookups, found = call.engine.gradients(ctx.weights, call.batch.arrive(), [grad], False)
         of_samples = None
         if found is not None and ctx.needs_input_grad[2]:
             of_samples = one_tensor(call.lookup.grid, found)
