@@ -15,7 +15,7 @@ from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding.stacks import Stacks, states_like, whole_of
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
-from shardwise.lookup.backends.backend import Backend, Lookups, Query, update_stacks
+from shardwise.lookup.backends.backend import Backend, Lookups, Query, serving, update_stacks
 from shardwise.lookup.backends.registry import backend_of_copies
 from shardwise.lookup.exchange import combined
 from shardwise.lookup.optimizers import (
@@ -179,12 +179,14 @@ class InBackward:
 
     def _scaled(self, place: int, stack: int, lookups: list[tuple[Query, torch.Tensor]]) -> Scaled:
         query, grad = _joined(lookups)
-        weight, own = self.stacks.weights[place][stack], getattr(self._backend, "scaled_rows", None)
+        weight = self.stacks.weights[place][stack]
+        backend = serving(self._backend, weight)
+        own = getattr(backend, "scaled_rows", None)
         if own is not None and not self.settings.weight_decay:
             scaled = own(weight, query, grad)
             if scaled is not None:
                 return scaled
-        rows, values = self._backend.row_gradient(weight, query, grad)
+        rows, values = backend.row_gradient(weight, query, grad)
         self.settings.decay(weight, rows, values)
         return GradientRows(rows, values)
 

@@ -23,7 +23,7 @@ from shardwise.embedding.in_backward import InBackward
 from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.stacks import Stacks, WriteCount
 from shardwise.errors import ArgumentError, ShardwiseError, UnsupportedError
-from shardwise.lookup.backends.backend import Backend, Lookups, Query, Rows
+from shardwise.lookup.backends.backend import Backend, Lookups, Query, Rows, serving
 from shardwise.lookup.engine import Engine
 from shardwise.lookup.exchange import combined
 from shardwise.lookup.ids import counted, repeated
@@ -247,7 +247,10 @@ def row_gradients(
 ) -> dict[int, Rows]:
     """Per stack of one rank, the rows with a gradient."""
     weights = stacks.weights[place]
-    return {k: backend.row_gradient(weights[k], *lookup) for k, lookup in lookups.items()}
+    return {
+        k: serving(backend, weights[k]).row_gradient(weights[k], *lookup)
+        for k, lookup in lookups.items()
+    }
 
 
 def sum_of_copies(stacks: Stacks, rows: Sequence[dict[int, Rows]]) -> list[dict[int, Rows]]:

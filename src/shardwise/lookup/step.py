@@ -15,7 +15,7 @@ import torch
 from shardwise._torch.functions import foreach_add
 from shardwise.comm.watch import because
 from shardwise.core.mesh import Grid
-from shardwise.lookup.backends.backend import Backend, Lookups, Query, look_up_stacks
+from shardwise.lookup.backends.backend import Backend, Lookups, Query, look_up_stacks, serving
 from shardwise.lookup.backends.torch_kernels import products_of_rows
 from shardwise.lookup.exchange import FeatureBags, finished, start_exchange
 from shardwise.lookup.messages import (
@@ -170,7 +170,8 @@ def _look_up_into(
         num = rows.shape[0] if lengths is None else int(lengths.sum())
         ids = slice(start, start + num)
         weights = None if query.weights is None else query.weights[ids]
-        rows.copy_(backend.look_up(weight, Query(query.ids[ids], lengths, weights)))
+        part = Query(query.ids[ids], lengths, weights)
+        rows.copy_(serving(backend, weight).look_up(weight, part))
         first, start = bags.stop, ids.stop
     return flat
 
@@ -214,9 +215,8 @@ def weight_gradients(
 ) -> list[torch.Tensor]:
     """Per rank present, one number for each of its ids."""
     # For each id that was looked up, its row times its bag's gradient.
-    own = getattr(backend, "weight_gradient", products_of_rows)
     along = [
-        {k: own(mine[k], query, grad) for k, (query, grad) in each.items()}
+        {k: _along(backend, mine[k], *lookup) for k, lookup in each.items()}
         for mine, each in zip(tables, lookups, strict=True)
     ]
     counts, answers = [step.of_ids() for step in steps], []
@@ -228,6 +228,11 @@ def weight_gradients(
         _put_back(step, flat.split(each.wanted), numbers)
         for step, flat, each, numbers in zip(steps, arrived, counts, along, strict=True)
     ]
+
+
+def _along(backend: Backend, table: torch.Tensor, query: Query, grad: torch.Tensor) -> torch.Tensor:
+    own = getattr(serving(backend, table), "weight_gradient", products_of_rows)
+    return own(table, query, grad)
 
 
 def _put_back(

@@ -26,6 +26,7 @@ from shardwise.core.untraced import UntracedFunction, differentiated_once
 from shardwise.core.world import world_caches
 from shardwise.effects import EffectOp
 from shardwise.errors import UnsupportedError
+from shardwise.lookup.backends.backend import serving
 from shardwise.lookup.backends.registry import make_backend
 from shardwise.lookup.engine import Engine
 from shardwise.lookup.exchange import bags_of_one, combined, ranks_present
@@ -227,7 +228,8 @@ def _weight_gradient(ctx: Any, lookups: list[Any]) -> torch.Tensor:
     for at, (shard,), queries in zip(ranks_present(grid), ctx.weights, lookups, strict=True):
         rows, grads = torch.empty(0, dtype=torch.int64, device=shard.device), shard[:0]
         if queries:
-            rows, grads = ctx.call.engine.backend.row_gradient(shard, *queries[0])
+            backend = serving(ctx.call.engine.backend, shard)
+            rows, grads = backend.row_gradient(shard, *queries[0])
         if padding is not None:  # it has no gradient
             start = 0 if lookup.split.dim else lookup.split.intervals[grid.ranks[at]][0]
             keep = (rows != padding - start).nonzero().squeeze(1)

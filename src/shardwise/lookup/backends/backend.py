@@ -70,7 +70,8 @@ class Backend(Protocol):
     A backend that can serve all stacks of a rank at once has `look_up_stacks(weights, queries)` and
     `update_stacks(weights, queries, grads, rules)` too; one with its own kernel for the gradient of
     weights of ids has `weight_gradient(weight, query, grad)`. One that can update rows by factors
-    without their gradients at hand has `scaled_rows(weight, query, grad)`; see `ScaledRows`.
+    without their gradients at hand has `scaled_rows(weight, query, grad)`; see `ScaledRows`. One
+    that leaves some tables to another backend has `serving(weight, *states)`, which is that one.
     """
 
     name: str
@@ -92,12 +93,21 @@ class Backend(Protocol):
         ...
 
 
+def serving(backend: Backend, weight: torch.Tensor, *states: torch.Tensor) -> Backend:
+    """The backend that serves a table and its states."""
+    chosen = getattr(backend, "serving", None)
+    return backend if chosen is None else chosen(weight, *states)
+
+
 def look_up_stacks(
     backend: Backend, weights: Sequence[torch.Tensor], queries: Sequence[Query]
 ) -> list[torch.Tensor]:
     """Look up all stacks, at once if the backend can."""
+    if not weights:
+        return []
+    backend = serving(backend, weights[0])
     at_once = getattr(backend, "look_up_stacks", None)
-    if at_once is not None and weights:
+    if at_once is not None:
         return at_once(weights, queries)
     return [backend.look_up(*each) for each in zip(weights, queries, strict=True)]
 
@@ -110,8 +120,11 @@ def update_stacks(
     rules: Sequence[RowUpdate],
 ) -> None:
     """Update all stacks, at once if the backend can. The rules are of one optimizer."""
+    if not weights:
+        return
+    backend = serving(backend, weights[0], *rules[0].state.values())
     at_once = getattr(backend, "update_stacks", None)
-    if at_once is not None and weights:
+    if at_once is not None:
         at_once(weights, queries, grads, rules)
         return
     for each in zip(weights, queries, grads, rules, strict=True):

@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from shardwise.errors import ArgumentError
 from shardwise.kernels import DTYPES as FUSED_DTYPES
 from shardwise.lookup.backends import compiled
-from shardwise.lookup.backends.backend import Backend, Query, look_up_stacks, update_stacks
+from shardwise.lookup.backends.backend import Backend, Query, serving
 from shardwise.lookup.backends.fbgemm_cpu import FbgemmBackend
-from shardwise.lookup.backends.torch_kernels import TorchBackend, products_of_rows
+from shardwise.lookup.backends.torch_kernels import TorchBackend
 from shardwise.lookup.optimizers import RowUpdate
 
 #: Columns from which on row-wise Adagrad in one pass is faster than torch's kernels, which read the
@@ -74,37 +73,34 @@ def is_fused(
     """Whether the fused kernels serve these tables and their states."""
     if not weights or weights[0].is_meta:
         return False
-    if isinstance(backend, ByDevice):
-        backend = backend.serving(weights[0], *states)
-    return getattr(backend, "is_fused", False)
+    return getattr(serving(backend, weights[0], *states), "is_fused", False)
 
 
-class ByDevice:
+class ByDevice(TorchBackend):
     """The fastest kernels that are there: Triton's for tables on a GPU; for row-wise Adagrad on a
     CPU fbgemm's, or a compiled one where there is a compiler; torch's for all else."""
 
     name = "auto"
 
     def __init__(self, *, one_pass: bool = True) -> None:
+        super().__init__()
         self._uses_one_pass = one_pass
-        self._torch = TorchBackend()
         self._has_triton = importlib.util.find_spec("triton") is not None
         self._has_fbgemm = importlib.util.find_spec("fbgemm_gpu") is not None
         self._made: dict[str, Backend] = {}
 
-    def look_up(self, weight: torch.Tensor, query: Query) -> torch.Tensor:
-        return self.serving(weight).look_up(weight, query)
-
-    def row_gradient(
-        self, weight: torch.Tensor, query: Query, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.serving(weight).row_gradient(weight, query, grad)
+    def serving(self, weight: torch.Tensor, *states: torch.Tensor) -> Backend:
+        """The backend of a table and its states."""
+        fused = self._has_triton and weight.is_cuda and weight.dtype in FUSED_DTYPES
+        fused = fused and all(state.dtype == torch.float32 for state in states)
+        return self._known("triton") if fused else self
 
     def update(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
     ) -> None:
-        backend = self.serving(weight, *rule.state.values())
-        (self._one_pass(weight, query, rule) or backend).update(weight, query, grad, rule)
+        one_pass = self._one_pass(weight, query, rule)
+        update = super().update if one_pass is None else one_pass.update
+        update(weight, query, grad, rule)
 
     def _one_pass(self, weight: torch.Tensor, query: Query, rule: RowUpdate) -> Backend | None:
         """What does row-wise Adagrad of wide rows in one pass."""
@@ -125,41 +121,6 @@ class ByDevice:
             return make_backend("compiled")
         except ArgumentError:  # no compiler
             return None
-
-    def look_up_stacks(
-        self, weights: Sequence[torch.Tensor], queries: Sequence[Query]
-    ) -> list[torch.Tensor]:
-        return look_up_stacks(self.serving(weights[0]), weights, queries)
-
-    def update_stacks(
-        self,
-        weights: Sequence[torch.Tensor],
-        queries: Sequence[Query],
-        grads: Sequence[torch.Tensor],
-        rules: Sequence[RowUpdate],
-    ) -> None:
-        backend = self.serving(weights[0], *rules[0].state.values())
-        if backend is not self._torch:
-            update_stacks(backend, weights, queries, grads, rules)
-            return
-        for each in zip(weights, queries, grads, rules, strict=True):
-            self.update(*each)
-
-    def weight_gradient(
-        self, weight: torch.Tensor, query: Query, grad: torch.Tensor
-    ) -> torch.Tensor:
-        own = getattr(self.serving(weight), "weight_gradient", products_of_rows)
-        return own(weight, query, grad)
-
-    def scaled_rows(self, weight: torch.Tensor, query: Query, grad: torch.Tensor) -> Any:
-        own = getattr(self.serving(weight), "scaled_rows", None)
-        return None if own is None else own(weight, query, grad)
-
-    def serving(self, weight: torch.Tensor, *states: torch.Tensor) -> Backend:
-        """The backend of a table and its states."""
-        fused = self._has_triton and weight.is_cuda and weight.dtype in FUSED_DTYPES
-        fused = fused and all(state.dtype == torch.float32 for state in states)
-        return self._known("triton") if fused else self._torch
 
     def _known(self, name: str) -> Backend:
         if name not in self._made:
