@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -166,29 +166,23 @@ class InBackward:
         """Update the stacks that share squares with other ranks; returns them, per rank present."""
         if not self.settings.needs_whole_rows or not self._columns.are_there:
             return [[] for _ in self.stacks.ranks]
-        found: list[dict[int, Scaled]] = [
-            {k: self._scaled(place, k, [each[place][k] for each in lookups]) for k in mine}
+        found = [
+            {k: self._gradients(place, k, [each[place][k] for each in lookups]) for k in mine}
             for place, mine in enumerate(self._columns.stacks)
         ]
         for place, squares in enumerate(self._columns.mean_squares(found)):
-            for k, scaled in found[place].items():
-                state = self._states[place][k]
-                factors = self.settings.row_factors(scaled.rows, squares[k], state)
-                scaled.add(self.stacks.weights[place][k], factors)
+            for k, (rows, values, _) in found[place].items():
+                factors = self.settings.row_factors(rows, squares[k], self._states[place][k])
+                add_distinct_rows(self.stacks.weights[place][k], rows, values, factors)
         return self._columns.stacks
 
-    def _scaled(self, place: int, stack: int, lookups: list[tuple[Query, torch.Tensor]]) -> Scaled:
-        query, grad = _joined(lookups)
+    def _gradients(
+        self, place: int, stack: int, lookups: list[tuple[Query, torch.Tensor]]
+    ) -> RowGradients:
         weight = self.stacks.weights[place][stack]
-        backend = serving(self._backend, weight)
-        own = getattr(backend, "scaled_rows", None)
-        if own is not None and not self.settings.weight_decay:
-            scaled = own(weight, query, grad)
-            if scaled is not None:
-                return scaled
-        rows, values = backend.row_gradient(weight, query, grad)
+        rows, values = serving(self._backend, weight).row_gradient(weight, *_joined(lookups))
         self.settings.decay(weight, rows, values)
-        return GradientRows(rows, values)
+        return RowGradients(rows, values, torch.linalg.vector_norm(values, dim=1).square_())
 
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace the state by what `fn` returns for it, such as a copy in another dtype."""
@@ -342,25 +336,12 @@ def _joined(lookups: list[tuple[Query, torch.Tensor]]) -> tuple[Query, torch.Ten
 # cannot know those rows, so all ranks send a number for each row of the table.
 
 
-class Scaled(Protocol):
-    """The rows of a stack that have a gradient, and the squares of their gradients' norms."""
+class RowGradients(NamedTuple):
+    """The rows of a stack that have a gradient, and the squares of the gradients' norms."""
 
     rows: torch.Tensor
+    values: torch.Tensor
     squares: torch.Tensor
-
-    def add(self, weight: torch.Tensor, factors: torch.Tensor) -> None:
-        """Add to each row its factor times its gradient."""
-
-
-class GradientRows:
-    """Like `Scaled`, with the gradients themselves."""
-
-    def __init__(self, rows: torch.Tensor, values: torch.Tensor) -> None:
-        self.rows, self._values = rows, values
-        self.squares = torch.linalg.vector_norm(values, dim=1).square_()
-
-    def add(self, weight: torch.Tensor, factors: torch.Tensor) -> None:
-        add_distinct_rows(weight, self.rows, self._values, factors)
 
 
 class SharedColumns:
@@ -388,7 +369,9 @@ class SharedColumns:
         self._known, self._dense = split & everywhere, split & ~everywhere
         self._first = np.cumsum([0, *(heights * self._dense)])
 
-    def mean_squares(self, found: Sequence[dict[int, Scaled]]) -> list[dict[int, torch.Tensor]]:
+    def mean_squares(
+        self, found: Sequence[dict[int, RowGradients]]
+    ) -> list[dict[int, torch.Tensor]]:
         """Per rank present and stack, the mean squares of whole rows."""
         assert self._stacks.grid is not None, "columns are split over a mesh"
         parts = [self._in_tables(place, each) for place, each in enumerate(found)]
@@ -398,24 +381,24 @@ class SharedColumns:
         for part, total, each in zip(parts, totals, found, strict=True):
             part.squares[part.known] = total[: part.known.shape[0]]
             part.squares[part.dense] = total[part.known.shape[0] :].index_select(0, part.at)
-            sizes = [scaled.rows.shape[0] for scaled in each.values()]
+            sizes = [of_stack.rows.shape[0] for of_stack in each.values()]
             squares = part.squares.div_(part.dims).split(sizes)
             means.append(dict(zip(each, squares, strict=True)))
         return means
 
-    def _in_tables(self, place: int, found: dict[int, Scaled]) -> _RankSquares:
+    def _in_tables(self, place: int, found: dict[int, RowGradients]) -> _RankSquares:
         """The numbers that a rank sends, in the order of tables, which is the same on all ranks."""
         stacks, device = self._stacks, self._stacks.device
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         tables, rows = [nothing], [nothing]
-        for k, scaled in found.items():
+        for k, of_stack in found.items():
             bases = torch.from_numpy(self._bases[place][k]).to(device)
-            at = torch.searchsorted(bases, scaled.rows, right=True) - 1
+            at = torch.searchsorted(bases, of_stack.rows, right=True) - 1
             tables.append(torch.from_numpy(self._tables[place][k]).to(device)[at])
-            rows.append(scaled.rows - bases[at])
+            rows.append(of_stack.rows - bases[at])
         table, row = torch.cat(tables), torch.cat(rows)
         squares = [torch.empty(0, dtype=stacks.dtype, device=device)]
-        given = torch.cat([*squares, *(scaled.squares for scaled in found.values())])
+        given = torch.cat([*squares, *(of_stack.squares for of_stack in found.values())])
         order = torch.sort(table, stable=True).indices
         is_known, is_dense, first, dims = (
             torch.from_numpy(numbers).to(device)

@@ -180,7 +180,8 @@ class Jagged:
             batch_sizes=batch_sizes,
             padded=self.padded,
         )
-        other.first, other.problem, other.sizes = first, self.problem, self.sizes
+        other.first, other.sizes = first, self.sizes
+        other.problem = self.problem or other.problem
         return other
 
     # -- from other formats ------------------------------------------------------------------

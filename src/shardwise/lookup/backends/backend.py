@@ -69,9 +69,8 @@ class Backend(Protocol):
 
     A backend that can serve all stacks of a rank at once has `look_up_stacks(weights, queries)` and
     `update_stacks(weights, queries, grads, rules)` too; one with its own kernel for the gradient of
-    weights of ids has `weight_gradient(weight, query, grad)`. One that can update rows by factors
-    without their gradients at hand has `scaled_rows(weight, query, grad)`; see `ScaledRows`. One
-    that leaves some tables to another backend has `serving(weight, *states)`, which is that one.
+    weights of ids has `weight_gradient(weight, query, grad)`. One that leaves some tables to
+    another backend has `serving(weight, *states)`, which is that one.
     """
 
     name: str

@@ -9,9 +9,7 @@ thousand rows at a time, which stay in the cache until they are applied.
 Note [An update of all rows]
 Where a batch looked up a fair part of the rows, SGD's update is `weight += S @ grad`: the sparse
 matrix S has a row for each row of the stack, with an entry at each bag that looked it up; MKL
-multiplies it, and no row gradient is materialised. Row-wise Adagrad over several ranks' columns
-(`ScaledRows`) is the same with a factor for each row in S: the row gradients are summed some
-thousand at a time for their squares alone, and again in the product.
+multiplies it, and no row gradient is materialised.
 """
 
 from __future__ import annotations
@@ -77,13 +75,6 @@ class TorchBackend:
             at += looked_up.rows.shape[0]
         return rows, values
 
-    def scaled_rows(
-        self, weight: torch.Tensor, query: Query, grad: torch.Tensor
-    ) -> ScaledRows | None:
-        """For updates that add a factor times its gradient to each row; None if not faster."""
-        dense = _is_dense_enough(weight, query.ids.shape[0])
-        return ScaledRows(weight, query, grad) if dense and _HAS_MKL else None
-
     def update(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
     ) -> None:
@@ -92,44 +83,6 @@ class TorchBackend:
             _updater(weight[first:last], looked_up, rule.optimizer)(
                 weight[first:last], looked_up, grad, rule.on(first, last)
             )
-
-
-class ScaledRows:
-    """The rows that were looked up, and the squares of their gradients' norms.
-
-    See Note [An update of all rows].
-    """
-
-    def __init__(self, weight: torch.Tensor, query: Query, grad: torch.Tensor) -> None:
-        self._grad = grad
-        self._found = [(part, part.by_row(query)) for part in in_parts(query, weight.shape[0])]
-        nothing = query.ids.new_empty(0, dtype=torch.int64)
-        self.rows = torch.cat([nothing, *(p.first_row + found.rows for p, found in self._found)])
-        squares = [_squares(grad, found) for _, found in self._found]
-        self.squares = torch.cat([grad.new_empty(0), *squares])
-
-    def add(self, weight: torch.Tensor, factors: torch.Tensor) -> None:
-        """Add to each row its factor times its gradient."""
-        sizes = [found.rows.shape[0] for _, found in self._found]
-        for (part, found), mine in zip(self._found, factors.split(sizes), strict=True):
-            _add_scaled(weight[part.first_row : part.last_row], found, self._grad, mine)
-
-
-def _squares(grad: torch.Tensor, looked_up: ByRow) -> torch.Tensor:
-    """The squares of the norms of rows' gradients, some thousand at a time."""
-    squares = grad.new_empty(looked_up.rows.shape[0])
-    chunks = _chunks(grad, looked_up.bags, looked_up.weights, looked_up.starts)
-    for some, sums in chunks:
-        torch.linalg.vector_norm(sums, dim=1, out=squares[some])
-    return squares.square_()
-
-
-def _add_scaled(
-    weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, factors: torch.Tensor
-) -> None:
-    """Add to each row its factor times its gradient."""
-    per_id = np.repeat(factors.numpy(), looked_up.starts.diff().numpy())
-    _multiply_and_add(weight, looked_up, grad, torch.from_numpy(per_id), 1)
 
 
 def _is_dense_enough(weight: torch.Tensor, num_ids: int) -> bool:
@@ -156,20 +109,13 @@ def _add_rows(weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: 
 def _add_product(
     weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate
 ) -> None:
-    values = weight.new_ones(()).expand(looked_up.ids.shape[0])
-    _multiply_and_add(weight, looked_up, grad, values, -rule.optimizer.lr)
-
-
-def _multiply_and_add(
-    weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, values: torch.Tensor, factor: float
-) -> None:
-    """Add to each row its bags' gradients, times the values of its ids and a factor."""
+    values = weight.new_ones(looked_up.ids.shape[0])
     if looked_up.weights is not None:
-        values = values * looked_up.weights.to(weight.dtype)
+        values = looked_up.weights.to(weight.dtype)
     counts = torch.bincount(looked_up.ids, minlength=weight.shape[0])
     shape = (weight.shape[0], grad.shape[0])
-    matrix = _compressed(edges_of(counts, torch.int32), looked_up.bags, values.contiguous(), shape)
-    torch.addmm(weight, matrix, grad, alpha=factor, out=weight)
+    matrix = _compressed(edges_of(counts, torch.int32), looked_up.bags, values, shape)
+    torch.addmm(weight, matrix, grad, alpha=-rule.optimizer.lr, out=weight)
 
 
 def _chunks(
