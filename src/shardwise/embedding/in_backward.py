@@ -132,21 +132,16 @@ class InBackward:
         of_replicas = any(each.of_replicas for each in passes)
         done: set[int] = set()
         for place, rank in enumerate(self.stacks.ranks):
+            weights, stacks = self.stacks.weights[place], self.stacks.tiling.stacks[rank]
+            left = [k for k in range(len(stacks)) if k not in joint[place]]
+            left = [k for k in left if weights[k].data_ptr() not in done]
             for copied in (False, True):
-                self._update(
-                    place,
-                    {
-                        k: _joined([each[place][k] for each in lookups if k in each[place]])
-                        for k, stack in enumerate(self.stacks.tiling.stacks[rank])
-                        if stack.replicated == copied
-                        and k not in joint[place]
-                        and self.stacks.weights[place][k].data_ptr() not in done
-                        and any(k in each[place] for each in lookups)
-                    },
-                    self._backend_of_copies if copied or of_replicas else self._backend,
-                )
+                chosen = [k for k in left if stacks[k].replicated == copied]
+                backend = self._backend_of_copies if copied or of_replicas else self._backend
+                given = {k: _joined([each[place][k] for each in lookups]) for k in chosen}
+                self._update(place, given, backend)
             # Simulated ranks share copies, which are updated once.
-            done.update(weight.data_ptr() for weight in self.stacks.weights[place])
+            done.update(weight.data_ptr() for weight in weights)
 
     def _update(self, place: int, lookups: Lookups, backend: Backend) -> None:
         queries, grads = zip(*lookups.values(), strict=True) if lookups else ((), ())
@@ -196,22 +191,31 @@ class InBackward:
     @property
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """The state of each table, by name: views in the table's layout (DTensors on a mesh)."""
+        return self._all_states(saved=False)
+
+    def _all_states(self, *, saved: bool) -> dict[str, dict[str, Any]]:
+        """`state`; where `saved`, with a RowState where only some ranks hold columns of a table."""
         return {
             table.name: {
-                name: self._state_of(number, name, per_row)
-                for name, per_row in self.settings.states.items()
+                name: self._state_of(n, name, saved=saved) for name in self.settings.states
             }
-            for number, table in enumerate(self.stacks.tiling.tables)
+            for n, table in enumerate(self.stacks.tiling.tables)
         }
 
-    def _state_of(self, table: int, name: str, per_row: bool) -> torch.Tensor:
-        stacks = self.stacks
+    def _state_of(self, table: int, name: str, *, saved: bool) -> Any:
+        stacks, per_row = self.stacks, self.settings.states[name]
         parts = self._local_states(table, name, per_row)
         if stacks.grid is None:
             return parts[0]
         if not per_row:
             return stacks.wrap(table, parts)
-        return stacks.wrap_per_row(table, parts, shared=self.settings.needs_whole_rows)
+        split, shared = stacks.tiling.splits[table], self.settings.needs_whole_rows
+        if saved and shared and split.by_columns and not all(split.sizes):
+            each = zip(present(stacks.grid), stacks.ranks, parts, strict=True)
+            holders = [(rank, part) for rank, at, part in each if split.sizes[at]]
+            shape = (stacks.tiling.tables[table].num_embeddings, 1)
+            return RowState(shape, stacks.dtype, holders)
+        return stacks.wrap_per_row(table, parts, shared=shared)
 
     def _local_states(self, table: int, name: str, per_row: bool) -> list[torch.Tensor]:
         """The local state of a table on each rank present."""
@@ -220,29 +224,6 @@ class InBackward:
             return self.stacks.shards_in(table, held)
         columns = [[numbers.unsqueeze(1) for numbers in each] for each in held]
         return [part[:, :1] for part in self.stacks.shards_in(table, columns)]
-
-    def _saved_states(self) -> dict[str, dict[str, Any]]:
-        """`state`, with a RowState where only some ranks hold columns of a table."""
-        found: dict[str, dict[str, Any]] = {name: dict(s) for name, s in self.state.items()}
-        grid = self.stacks.grid
-        if not self.settings.needs_whole_rows:
-            return found
-        for number, table in enumerate(self.stacks.tiling.tables):
-            split = self.stacks.tiling.splits[number]
-            if grid is None or not split.by_columns or all(split.sizes):
-                continue
-            for name, per_row in self.settings.states.items():
-                if per_row:
-                    parts = zip(
-                        present(grid),
-                        self.stacks.ranks,
-                        self._local_states(number, name, True),
-                        strict=True,
-                    )
-                    holders = [(rank, part) for rank, at, part in parts if split.sizes[at]]
-                    shape = (table.num_embeddings, 1)
-                    found[table.name][name] = RowState(shape, self.stacks.dtype, holders)
-        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Settings, the number of updates, and the state of each table."""
@@ -254,7 +235,7 @@ class InBackward:
             "optimizer": type(self.settings).__name__,
             "settings": optimizer_settings(self.settings),
             "num_steps": self.num_steps,
-            "state": self._saved_states(),
+            "state": self._all_states(saved=True),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -264,7 +245,7 @@ class InBackward:
             raise ArgumentError(
                 f"The state is of {saved.get('optimizer')}, the collection has {kind}."
             )
-        mine = self._saved_states()
+        mine = self._all_states(saved=True)
         if set(saved["state"]) != set(mine):
             odd = ", ".join(sorted(set(saved["state"]) ^ set(mine)))
             raise LayoutError(f"The state and the collection differ in tables: {odd}.")

@@ -309,7 +309,11 @@ def _means(
 ) -> list[Rows]:
     """Per rank present, the rows of a stack of all replicas, times a replica's share."""
     grid = stacks.grid
-    found = [_rows_of(stacks, place, stack, each) for place, each in enumerate(rows)]
+    nothing = (
+        torch.empty(0, dtype=torch.int64, device=stacks.device),
+        torch.empty(0, 0, dtype=stacks.dtype, device=stacks.device),
+    )
+    found = [each.get(stack, nothing) for each in rows]
     columns = zip(*found, strict=True)
     numbers, values = (
         column[0] if grid is None else one_tensor(grid, column, sized=False) for column in columns
@@ -320,19 +324,6 @@ def _means(
         return [(agreed(numbers), agreed(values) * replicas.share)]
     both = zip(part_per_rank(grid, numbers), part_per_rank(grid, values), strict=True)
     return [(number, value * replicas.share) for number, value in both]
-
-
-def _rows_of(stacks: Stacks, place: int, stack: int, rows: dict[int, Rows]) -> Rows:
-    """The rows of a stack with a gradient; empty where there are none."""
-    if stack in rows:
-        return rows[stack]
-    held = stacks.weights[place][stack : stack + 1]
-    width = held[0].shape[1] if held else 0
-    options: Any = {"device": stacks.device}
-    return (
-        torch.empty(0, dtype=torch.int64, **options),
-        torch.empty(0, width, dtype=stacks.dtype, **options),
-    )
 
 
 def table_gradient(
@@ -348,7 +339,7 @@ def table_gradient(
         elif first < place and stacks.tiling.splits[table].replicated:
             found.append(found[first])  # the same on every rank, and stored once
         else:
-            found.append(_between(_rows_of(stacks, place, shard.stack, rows[place]), shard))
+            found.append(_between(rows[place][shard.stack], shard))
     if stacks.grid is not None:
         numbers, values = (
             one_tensor(stacks.grid, column, sized=False) for column in zip(*found, strict=True)
