@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from shardwise._torch.functions import foreach_mul
@@ -64,7 +63,7 @@ class Engine:
             local_rows.append(local)
         received = self._exchange(steps, answers, back=False)
         return [
-            assemble_output(self.route, step, flat, local, joined)
+            assemble_output(step, flat, local, joined)
             for step, flat, local in zip(steps, received, local_rows, strict=True)
         ]
 
@@ -88,7 +87,7 @@ class Engine:
             per_rank = [list(row) for row in zip(*columns, strict=True)]
         buffers, local_rows = [], []
         for step, each in zip(steps, per_rank, strict=True):
-            flat, local = flatten_gradients(route, step, each, self.scale, joined, self.scratch)
+            flat, local = flatten_gradients(step, each, self.scale, joined, self.scratch)
             buffers.append(flat)
             local_rows.append(local)
         received = self._exchange(steps, buffers, back=True)
@@ -128,10 +127,10 @@ class Engine:
 
 
 def assemble_output(
-    route: Route, step: RankStep, flat: torch.Tensor, local: dict[int, torch.Tensor], joined: bool
+    step: RankStep, flat: torch.Tensor, local: dict[int, torch.Tensor], joined: bool
 ) -> list[torch.Tensor]:
     """One tensor per feature, or one with all of them side by side, from the received rows."""
-    counts = _row_counts(route, step)
+    route, counts = step.route, step.num_rows
     by_strips = joined and route.has_strips
     whole = flat.new_empty(int(counts[0]), sum(route.dims)) if by_strips else flat
     parts: list[Any] = [None] * route.columns.num_parts
@@ -146,19 +145,15 @@ def assemble_output(
     in_order = () if by_strips else route.columns.in_order(parts)
     if joined:
         whole = whole if by_strips else torch.cat(in_order, 1)
-        _average(route, step, whole.split(route.dims, dim=1))
+        _average(step, [whole], joined)
         return [whole]
     outputs = [
         in_order[mine.start] if mine.stop - mine.start == 1 else torch.cat(in_order[mine], 1)
         for mine in route.columns.of_feature
     ]
-    _average(route, step, outputs)
+    _average(step, outputs, joined)
     repeats = step.packed.repeats
     return outputs if repeats is None else repeats.spread(outputs)
-
-
-def _row_counts(route: Route, step: RankStep) -> np.ndarray:
-    return step.packed.num_bags if route.pooled else step.packed.num_ids
 
 
 def _rows_of(
@@ -203,7 +198,6 @@ def _spread_out(split: SplitIds, grad: torch.Tensor) -> torch.Tensor:
 
 
 def flatten_gradients(
-    route: Route,
     step: RankStep,
     grads: Sequence[torch.Tensor | None],
     scale: float,
@@ -213,13 +207,13 @@ def flatten_gradients(
     """The gradients of received rows, flat as those came, and of local rows by stack."""
     if step.packed.repeats is not None:
         grads = step.packed.repeats.summed(grads)
-    counts, device = _row_counts(route, step), step.bags.values.device
+    route, counts, device = step.route, step.num_rows, step.bags.values.device
     flat = scratch.numbers(sum(step.of_rows.wanted), route.dtype, device)
     own = {
         block.stack: flat.new_empty(step.own_requests[block.stack].query.num_bags, block.width)
         for block in route.local_blocks[step.rank]
     }
-    there = _of_sums(route, step, grads, joined)
+    there = _of_sums(step, grads, joined)
     copy = _copy_of_gradients(route, there, scale, joined)
     for piece, targets in step.by_piece(flat.split(step.of_rows.wanted), own):
         first, *others = (target.view(-1, piece.width) for target in targets)
@@ -239,10 +233,10 @@ def flatten_gradients(
 
 
 def _of_sums(
-    route: Route, step: RankStep, grads: Sequence[torch.Tensor | None], joined: bool
+    step: RankStep, grads: Sequence[torch.Tensor | None], joined: bool
 ) -> list[torch.Tensor]:
     """Gradients of the outputs as those of sums; zeros for missing ones."""
-    counts, dims = _row_counts(route, step).tolist(), route.dims
+    route, counts, dims = step.route, step.num_rows.tolist(), step.route.dims
     if joined:
         counts, dims = counts[:1], [sum(dims)]
     nothing = torch.zeros((), dtype=route.dtype, device=step.bags.values.device)
@@ -252,7 +246,7 @@ def _of_sums(
     ]
     for place in {0} if joined and route.means else route.means:
         there[place] = there[place].clone()
-    _average(route, step, there[0].split(route.dims, dim=1) if joined else there)
+    _average(step, there, joined)
     return there
 
 
@@ -283,12 +277,13 @@ def _copy_of_gradients(
     return copy
 
 
-def _average(route: Route, step: RankStep, per_feature: Sequence[torch.Tensor]) -> None:
+def _average(step: RankStep, outputs: Sequence[torch.Tensor], joined: bool) -> None:
     """Divide the bags of features with mean pooling by their lengths, in place."""
-    if not route.means:
+    means = step.route.means
+    if not means:
         return
-    dtype = per_feature[0].dtype
-    lengths = [step.bags.lengths_of(feature) for feature in route.means]
-    factors = torch.cat(lengths).clamp(min=1).to(torch.float64).reciprocal_().to(dtype)
+    per_feature = outputs[0].split(step.route.dims, dim=1) if joined else outputs
+    lengths = [step.bags.lengths_of(feature) for feature in means]
+    factors = torch.cat(lengths).clamp(min=1).to(torch.float64).reciprocal_().to(outputs[0].dtype)
     parts = factors.unsqueeze(1).split([length.shape[0] for length in lengths])
-    foreach_mul([per_feature[feature] for feature in route.means], list(parts))
+    foreach_mul([per_feature[feature] for feature in means], list(parts))

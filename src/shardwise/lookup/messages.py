@@ -61,7 +61,7 @@ class SplitIds:
         num_ids = parts.num_ids[group.features]
         num = values.shape[0]
         num_owners = len(group.owners)
-        if group.rows_per_owner is None:
+        if group.intervals is not None:
             owners = group.intervals.owners(values, num_ids)
         else:
             owners = divided(values, group.rows_per_owner).to(group.place_dtype)

@@ -138,24 +138,19 @@ class RowGroup(Piece):
             block.owner = place
         #: The dtype of owners' places.
         self.place_dtype = torch.uint8 if len(self.owners) <= 256 else torch.int16
-        #: How many rows each owner has, the last ones perhaps fewer; None where tables differ, or
-        #: their rows are split otherwise.
-        self.rows_per_owner = self._rows_per_owner(tables, tiling)
-        self.intervals = RowIntervals(self, tables, tiling)
+        heights = {tiling.tables[table].num_embeddings for table in tables}
+        #: How many rows each owner has, the last ones perhaps fewer.
+        self.rows_per_owner = chunk_length(max(heights), len(self.owners))
+        #: Where tables differ, or rows are split otherwise: who has which rows. None elsewhere.
+        self.intervals: RowIntervals | None = None
+        if len(heights) > 1 or not self._is_even(tables, tiling):
+            self.intervals = RowIntervals(self, tables, tiling)
         #: As `LegBlock.shifts`, for each owner and feature.
         self.shifts = np.array([block.shifts for block in blocks])
 
-    def _rows_per_owner(self, tables: Sequence[int], tiling: TableTiling) -> int | None:
-        heights = {tiling.tables[table].num_embeddings for table in tables}
-        if len(heights) > 1:
-            return None
-        size = chunk_length(heights.pop(), len(self.owners))
-        even = all(
-            shard.rows[0] == self.owner_at[shard.rank] * size
-            for table in tables
-            for shard in tiling.shards[table]
-        )
-        return size if even else None
+    def _is_even(self, tables: Sequence[int], tiling: TableTiling) -> bool:
+        shards = (shard for table in tables for shard in tiling.shards[table])
+        return all(s.rows[0] == self.owner_at[s.rank] * self.rows_per_owner for s in shards)
 
 
 class Route:

@@ -59,6 +59,8 @@ class RankStep:
         self.requests = requests
         mine = Incoming(route, route.local_blocks[rank], packed.own_note(), packed.by_id)
         self.own_requests = mine.requests(packed.own)
+        #: The rows of the output of each feature.
+        self.num_rows = packed.num_bags if route.pooled else packed.num_ids
         widths = [stack.width for stack in route.tiling.stacks[rank]]
         self.of_rows = Counts(
             {k: [num * widths[k] for num in each.num_rows] for k, each in requests.items()},
