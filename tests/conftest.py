@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 import hypothesis
 import pytest
@@ -47,6 +48,8 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """What was imported and collected stays to the end: the garbage collector passes over it."""
+    if "torch._dynamo" in sys.modules:
+        import unmeasured_guards  # noqa: F401
     gc.collect()
     gc.freeze()
     # What tests import later, the compiler above all, makes full passes slow: fewer of them.

@@ -132,6 +132,9 @@ def _run_as_program(path, printed):
 def _serve(rank, size, port, pipe, timeout_s):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    # Here, where the compiler is imported already: whoever starts processes may do without it.
+    import unmeasured_guards  # noqa: F401
+
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(
         "gloo",
