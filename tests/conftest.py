@@ -53,7 +53,7 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     # What tests import later, the compiler above all, makes full passes slow: fewer of them.
-    gc.set_threshold(700, 10, 50)
+    gc.set_threshold(5_000, 20, 50)
 
 
 def pytest_sessionfinish():
