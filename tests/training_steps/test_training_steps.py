@@ -36,10 +36,15 @@ def assert_right(verdicts, num_ok):
     assert sum(each.kind == "ok" for each in verdicts) >= num_ok
 
 
+@pytest.fixture(scope="module")
+def drawn():
+    return draw_cases(NUM_CASES, seed=0)
+
+
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_drawn_cases_in_simulated_worlds(part):
+def test_drawn_cases_in_simulated_worlds(drawn, part):
     """Cases of one mesh are in one part: what one of them has planned, the next ones find."""
-    cases = sorted(draw_cases(NUM_CASES, seed=0), key=lambda case: str(case.mesh))
+    cases = sorted(drawn, key=lambda case: str(case.mesh))
     size = NUM_CASES // NUM_PARTS
     assert_right(prove(cases[part * size : (part + 1) * size]), num_ok=65)
 
@@ -203,14 +208,13 @@ def test_ranks_that_refuse_differently_are_wrong(outcomes, tmp_path):
 # -- drawing and text ------------------------------------------------------------------------
 
 
-def test_cases_are_drawn_alike_and_cover_what_there_is():
-    cases = draw_cases(NUM_CASES, seed=0)
-    assert cases == draw_cases(NUM_CASES, seed=0)
-    assert cases[:20] != draw_cases(20, seed=1)
-    assert {each.kind for each in cases} == set(KINDS)
-    assert len({each.mesh for each in cases}) == len(MESHES)
-    assert {option for each in cases for option in each.options} == set(OPTIONS)
-    tried = {(each.kind, option) for each in cases for option in each.options}
+def test_cases_are_drawn_alike_and_cover_what_there_is(drawn):
+    assert drawn == draw_cases(NUM_CASES, seed=0)
+    assert drawn[:20] != draw_cases(20, seed=1)
+    assert {each.kind for each in drawn} == set(KINDS)
+    assert len({each.mesh for each in drawn}) == len(MESHES)
+    assert {option for each in drawn for option in each.options} == set(OPTIONS)
+    tried = {(each.kind, option) for each in drawn for option in each.options}
     possible = {(name, o) for name, kind in KINDS.items() for o in OPTIONS if o not in kind.without}
     assert len(tried) > 0.9 * len(possible)
 
