@@ -53,10 +53,11 @@ def test_constants_of_steps_are_found_again():
         copies_s=2e-3, split_leg_s=0.0,
     )  # fmt: skip
     cases = step_cases(4)
+    works = [sampled(case, 4) for case in cases]
 
     def seconds(constants):
         setting = Setting(4, 4, constants, "sgd")
-        found = [price(case.plan, sampled(case, 4), setting) for case in cases]
+        found = [price(case.plan, work, setting) for case, work in zip(cases, works, strict=True)]
         return np.stack([each.seconds + each.widths_s for each in found], 1)
 
     wanted = seconds(truth)
