@@ -582,6 +582,27 @@ def test_mixed_precision():
         assert event.num_bytes >= 4 * num / 2
 
 
+@pytest.mark.parametrize("statistics", [torch.float32, torch.bfloat16])
+def test_parameters_beside_running_statistics_have_their_dtype(statistics):
+    """Kernels take no others; on one device too."""
+    alone = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    model, x = copy.deepcopy(alone), torch.randn(5, 4)
+    alone.bfloat16()[1].to(statistics)
+    with shardwise.simulate(2):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        fully_shard(model, mesh_of(dp=2), mp_policy=policy)
+        for name in ("running_mean", "running_var"):
+            setattr(model[1], name, getattr(model[1], name).to(statistics))
+        for _ in range(2):
+            found, expected = model(x), alone(x.bfloat16())
+            assert torch.equal(found.agreed() if type(found) is LocalTensor else found, expected)
+            found.float().square().sum().backward()
+            expected.float().square().sum().backward()
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+        scale = model[1].weight.grad.full_tensor().agreed()
+        torch.testing.assert_close(scale, alone[1].weight.grad.float(), rtol=2e-2, atol=2e-2)
+
+
 def test_offloaded_shards_train_alike():
     alone = Model()
     loss_of(alone, IDS[0]).backward()

@@ -231,6 +231,8 @@ class FlatBuffer:
             self.kept = None
             self._gather_again(sent, near, axis)
             return
+        if dtype is not None and (statistics := self.members[0].statistics) is not None:
+            dtype = statistics.dtype
         dtype = dtype if dtype is not None and self.dtype.is_floating_point else None
         with torch.no_grad(), torch.inference_mode(False), because("fully_shard", implicit=False):
             if self.parts == 1:

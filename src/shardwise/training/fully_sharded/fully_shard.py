@@ -330,7 +330,8 @@ def _attach(group: ParameterGroup, axes: MeshAxes) -> None:
 def _close(group: ParameterGroup, found: list[Member]) -> None:
     """Replace the parameters that were found by shards."""
     replaced = [member.parameter for member in found]
-    group.parameters.buffers = make_buffers(found, group.place)
+    apart = group.parameters.dtype is not None
+    group.parameters.buffers = make_buffers(found, group.place, norms_apart=apart)
     for buffer in group.parameters.buffers:
         tensors: list[Any] = [member.parameter for member in buffer.members]
         whole = [t._local if isinstance(t, DTensor) else t.detach() for t in tensors]
@@ -440,15 +441,22 @@ def can_shard(parameter: torch.Tensor, place: ShardAxes) -> bool:
     return all(parameter._layout.placements[axis].is_replicate() for axis in along)
 
 
-def make_buffers(found: list[Member], place: ShardAxes) -> list[FlatBuffer]:
-    """Buffers by dtype and device; a parameter whose shape differs between ranks gets its own."""
+def make_buffers(
+    found: list[Member], place: ShardAxes, *, norms_apart: bool = False
+) -> list[FlatBuffer]:
+    """Buffers by dtype and device; a parameter whose shape differs between ranks gets its own.
+
+    With `norms_apart`, parameters beside running statistics get their own too: they are computed
+    in the dtype of the statistics.
+    """
     alike: dict[Any, list[Member]] = {}
     made = []
     for member in found:
         ranks = member.whole.grid.ranks if member.whole is not None else present(place.grid)
         shapes = {member.whole_shape(rank) for rank in ranks}
         if len(shapes) == 1:
-            kind = (member.layout.dtype, member.parameter.device)
+            beside = norms_apart and member.statistics is not None
+            kind = (member.layout.dtype, member.parameter.device, beside)
             alike.setdefault(kind, []).append(member)
         else:
             member.dim = split_dim(max(shapes, key=math.prod), place.parts)

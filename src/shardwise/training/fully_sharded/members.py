@@ -51,6 +51,12 @@ class Member:
     #: The dim whose rows are shared out; in the buffer it is the outermost.
     dim: int = 0
 
+    @property
+    def statistics(self) -> torch.Tensor | None:
+        """The running mean beside it, if it is a parameter of a norm that has one."""
+        owner, _ = self.owners[0]
+        return getattr(owner, "running_mean", None)
+
     def whole_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of what `rank` holds while it is gathered."""
         if self.whole is None:
@@ -97,6 +103,9 @@ class MixedPrecisionPolicy:
     Parameters, gradients and optimizer state keep the dtype that they have. Gradients are reduced
     in `reduce_dtype`, or else in the dtype in which backward computes them. With
     `cast_forward_inputs`, floating inputs of the module get `param_dtype`.
+
+    Parameters beside running statistics, as in BatchNorm, are computed in the dtype of those:
+    kernels take no others. Convert the statistics to `param_dtype` to compute in that.
     """
 
     param_dtype: torch.dtype | None = None
