@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
-from shardwise import Replicate, Shard
+from shardwise import Partial, Replicate, Shard
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 ROWS, COLUMNS = 11, 6
@@ -144,6 +144,16 @@ def test_with_a_dense_gradient_of_the_same_table(mesh):
     F.linear(rows, sharded).pow(2).sum().backward()
     assert not sharded.grad.is_sparse
     torch.testing.assert_close(value(sharded.grad), one.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ids_placements", [[R], [S0]], ids=str)
+def test_added_to_terms(mesh, ids_placements):
+    """As where a dense gradient that was not reduced yet is accumulated."""
+    expected, found = gradients(mesh, [R], ids_placements, torch.tensor([1, 4, 1, 9]))
+    terms = shardwise.LocalTensor.per_rank(lambda rank: torch.full((ROWS, COLUMNS), rank + 1.0))
+    dense = shardwise.DTensor.from_local(terms, mesh, [Partial()])
+    assert dense.add_(found, alpha=2) is dense
+    torch.testing.assert_close(value(dense), 10 + 2 * expected)
 
 
 def test_to_local_is_a_sparse_tensor(mesh):

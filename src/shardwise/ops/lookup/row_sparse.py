@@ -387,6 +387,8 @@ def _add_(a: Any, b: Any, *, alpha: float = 1) -> Any:
         return a
     if not isinstance(a, DTensor):
         return NotImplemented
+    if any(p.is_partial() for p in a.placements):  # terms, as large as the whole on every rank
+        return torch.Tensor.add_(a, b.terms(), alpha=alpha)
     b = b._reduce()
     _check_alike(a, b)
 
