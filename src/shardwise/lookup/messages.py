@@ -186,7 +186,7 @@ class Packed:
         self.repeats: Repeats | None = None
         if not route.pooled and route.travels:
             self.bags, self.repeats = without_repeats(given, route.features.num_rows)
-        parts = self._parts = PerFeature(self.bags)
+        parts = self._per_feature = PerFeature(self.bags)
         self.num_ids, self.num_bags = parts.num_ids, parts.num_bags
         self.split = [SplitIds(route, group, parts) for group in route.groups]
         #: Which groups get ids and return rows; see Note [Rows instead of sums].
@@ -201,7 +201,7 @@ class Packed:
 
     def _pack_whole(self) -> Kinds:
         """Of the features whose tables are not split by rows."""
-        route, bags, parts = self.route, self.bags, self._parts
+        route, bags, parts = self.route, self.bags, self._per_feature
         values = bags.values.to(route.id_dtype, copy=True)
         if route.shifts.any():
             values += parts.spread(route.shifts, values)
