@@ -279,7 +279,7 @@ class Packed:
         return int(self.num_bags[block.features].sum()) if self.sums(block) else self.ids_of(block)
 
     def notes(self) -> torch.Tensor:
-        """A note to each rank; see `note_to`."""
+        """A note to each rank; see `_note_to`."""
         return torch.from_numpy(np.stack(list(map(self._note_to, self.route.blocks))))
 
     def own_note(self) -> torch.Tensor:
