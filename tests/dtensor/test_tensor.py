@@ -145,6 +145,16 @@ def test_a_module_is_deep_copied(mesh):
     assert torch.equal(value(twins[0].weight), value(layer.weight))
 
 
+def test_a_parameter_is_deep_copied_without_its_gradient(mesh):
+    """As on one device, where other leaves keep it."""
+    x = shardwise.ones(4, device_mesh=mesh, placements=[Shard(0)])
+    local = LocalTensor.per_rank(lambda rank: torch.ones(rank))
+    for leaf in (torch.ones(4), x, local):
+        for made in (nn.Parameter(leaf), leaf.detach().requires_grad_()):
+            made.sum().backward()
+            assert (copy.deepcopy(made).grad is None) == isinstance(made, nn.Parameter)
+
+
 def test_only_leaves_are_deep_copied(mesh):
     x = shardwise.ones(4, device_mesh=mesh, placements=[Shard(0)], requires_grad=True)
     with pytest.raises(shardwise.ShardwiseError, match="detach"):

@@ -634,7 +634,7 @@ class DTensor(Wrapped):
         copied = self._deep_copied(memo)
         copied.__dict__.update(copy.deepcopy(_lasting(self.__dict__), memo))
         copied.requires_grad_(self.requires_grad)
-        if self.grad is not None:
+        if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # as torch does
             copied.grad = copy.deepcopy(self.grad, memo)
         memo[id(self)] = copied
         return copied

@@ -311,7 +311,8 @@ class LocalTensor(torch.Tensor):
         copied = memo[id(self)] = LocalTensor(copies, self._roster, self._sized)
         copied.__dict__.update(copy.deepcopy(_lasting(self.__dict__), memo))
         copied.requires_grad_(self.requires_grad)
-        copied.grad = copy.deepcopy(self.grad, memo)
+        if not isinstance(self, torch.nn.Parameter):  # as torch does
+            copied.grad = copy.deepcopy(self.grad, memo)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
