@@ -7,7 +7,7 @@ from torch.nn import functional as F
 import shardwise
 from shardwise import Replicate, Shard
 from shardwise.debug import CommDebugMode
-from shardwise.errors import RedistributionError
+from shardwise.errors import RedistributionError, UnsupportedError
 from shardwise.ops.nn import context_attention
 from shardwise.ops.nn.context_attention import AxisGroup
 from shardwise.ops.nn.context_tiles import AttentionKernel
@@ -219,6 +219,21 @@ def test_math_has_second_derivatives():
         (grad,) = torch.autograd.grad(out, laid[0], create_graph=True)
         grad.square().sum().backward()
         assert laid[1].grad is not None
+
+
+@pytest.mark.parametrize("heads", [3, 4])
+@pytest.mark.parametrize("operand", range(3))
+def test_a_second_derivative_is_refused(heads, operand):
+    """By rounds and by heads; also that of a sum, whose gradient depends on the operands alone."""
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        given = [torch.randn(2, heads, 6, 4) for _ in range(3)]
+        laid = [shardwise.distribute_tensor(x, mesh, SEQUENCE) for x in given]
+        laid[operand].requires_grad_()
+        out = F.scaled_dot_product_attention(*laid)
+        (grad,) = torch.autograd.grad(out.sum(), laid[operand], create_graph=True)
+        with pytest.raises(UnsupportedError, match="not differentiated again"):
+            grad.square().sum().backward()
 
 
 @pytest.mark.slow

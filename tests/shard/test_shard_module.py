@@ -549,3 +549,14 @@ def test_other_second_derivatives_are_refused():
             (grad,) = torch.autograd.grad(loss, module.weight, create_graph=True)
             with pytest.raises(UnsupportedError, match="not differentiated again"):
                 (loss + grad.pow(2).sum()).backward()
+
+
+def test_weights_of_ids_have_no_second_derivative():
+    """Their gradient depends on the table, also where the gradient of the bags is constant."""
+    table, weights = nn.EmbeddingBag(4, 3, mode="sum"), torch.ones(2, 2, requires_grad=True)
+    with shardwise.simulate(2):
+        shard_module(table, ShardingPlan({"weight": chunks(0, 0, 1)}))
+        bags = table(torch.tensor([[0, 2], [1, 1]]), per_sample_weights=weights)
+        (grad,) = torch.autograd.grad(bags.sum(), weights, create_graph=True)
+        with pytest.raises(UnsupportedError, match="not differentiated again"):
+            grad.square().sum().backward()

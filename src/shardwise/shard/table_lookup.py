@@ -205,6 +205,8 @@ class _TableLookup(UntracedFunction):
         start: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.call, ctx.weights = call, [[shard] for shard in call.shards()]
+        if ctx.needs_input_grad[2]:  # each one's gradient depends on the other
+            ctx.save_for_backward(weight, samples)
         found = call.engine.rows(ctx.weights, call.batch.arrive(), False)
         return one_tensor(call.lookup.grid, [rows for (rows,) in found])
 

@@ -420,7 +420,8 @@ def attend_locally(
     kernel = choose_kernel(part, of_values, part.shape[1], mask is not None, scale)
     if mask is not None:
         mask = group.map(lambda _, m, q: _added_to_scores(m, q.dtype), mask, q)
-    return ContextAttention.apply(q, k, v, mask, choose(group, found, kernel, q, k, v, method))
+    way = choose(group, found, kernel, q, k, v, method)
+    return ContextAttention.apply(q, k, v, mask, way)[0]
 
 
 def _added_to_scores(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from shardwise.comm import collectives
 from shardwise.comm.watch import because
 from shardwise.core.mesh import Coordinate, Grid
-from shardwise.core.untraced import UntracedFunction, without_autocast
+from shardwise.core.untraced import UntracedFunction, differentiated_once, without_autocast
 from shardwise.errors import LayoutError
 from shardwise.ops.nn.context_tiles import (
     AttentionKernel,
@@ -568,20 +567,25 @@ def _heads_fit(num_queries: int, num_keys: int, num_ranks: int) -> bool:
 
 
 class ContextAttention(UntracedFunction):
-    """Attention of local queries, keys and values of one sequence."""
+    """Attention of local queries, keys and values of one sequence.
+
+    The second result is empty: saved for backward, it tells a gradient with which nothing else is
+    saved that it depends on the operands.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, way: Ring | Heads) -> Any:
         out, kept = without_autocast(way.forward)(q, k, v, mask)
         ctx.way = way
         pairs = (k, v) if isinstance(way, Ring) else (None, None)
-        ctx.save_for_backward(*pairs, mask, *kept)
-        return sized(out)
+        history = torch.empty(0, dtype=q.dtype, device=q.device)
+        ctx.save_for_backward(*pairs, mask, *kept, history)
+        return sized(out), history
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Any) -> Any:
-        k, v, mask, *kept = ctx.saved_tensors
+    @differentiated_once("attention of a split sequence")
+    def backward(ctx: Any, grad: Any, _: Any) -> Any:
+        k, v, mask, *kept, _ = ctx.saved_tensors
         with because("scaled_dot_product_attention", implicit=False):
             grads = without_autocast(ctx.way.backward)(grad, k, v, mask, kept)
         return *map(sized, grads), None, None
