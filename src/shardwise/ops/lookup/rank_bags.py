@@ -76,7 +76,7 @@ class Bags(NamedTuple):
         """The bag of each position; the number of bags for those after the last."""
         if self.offsets is None:
             return places if self.single else places // self.ids.shape[1]
-        return torch.searchsorted(self.offsets, places, right=True) - 1
+        return torch.searchsorted(self.bounds, places, right=True) - 1
 
     def averaged(self, rows: torch.Tensor) -> torch.Tensor:
         """A row of each bag, divided by the number of its ids that count, on all ranks."""
@@ -91,12 +91,10 @@ class Bags(NamedTuple):
         flat = self.ids.reshape(-1)
         if self.offsets is not None:  # later ids are in no bag
             flat = flat[: int(self.offsets[-1]) if self.num_bags else 0]
-        keep = None
+        rows, keep = flat, None
         if first_row is not None:
             rows = flat - first_row
             keep = (rows >= 0).logical_and_(rows < num_rows)
-        else:
-            rows = flat
         if self.padding_idx >= 0:
             real = flat != self.padding_idx
             keep = real if keep is None else keep.logical_and_(real)
@@ -107,6 +105,7 @@ class Bags(NamedTuple):
         return rows, None if all_in_bags else self.places[: rows.shape[0]]
 
     def weights_at(self, places: Optional) -> Optional:
+        """The weights of the ids at these positions."""
         flat = _flat(self.weights)
         return flat if flat is None or places is None else flat.index_select(0, places)
 
