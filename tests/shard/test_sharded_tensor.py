@@ -507,7 +507,10 @@ def test_copies(world, spec):
         assert torch.equal(whole(copied), values())
         copied.detach().zero_()
         assert torch.equal(whole(st), values())
-    assert torch.equal(whole(copy.deepcopy(st).grad), values() * 2)
+    assert copy.deepcopy(st).grad is None  # as of torch's parameters
+    leaf = shard_tensor(values(), spec).requires_grad_()
+    leaf.grad = leaf.detach() * 2
+    assert torch.equal(whole(copy.deepcopy(leaf).grad), values() * 2)
 
 
 def test_deep_copies_share_memory_as_their_originals_do(world, spec):
