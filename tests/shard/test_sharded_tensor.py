@@ -507,9 +507,10 @@ def test_copies(world, spec):
         assert torch.equal(whole(copied), values())
         copied.detach().zero_()
         assert torch.equal(whole(st), values())
-    assert copy.deepcopy(st).grad is None  # as of torch's parameters
-    leaf = shard_tensor(values(), spec).requires_grad_()
-    leaf.grad = leaf.detach() * 2
+    # As on one device, a leaf keeps its gradient, and a parameter does not.
+    assert copy.deepcopy(st).grad is None
+    leaf = st.detach().requires_grad_()
+    leaf.grad = st.detach() * 2
     assert torch.equal(whole(copy.deepcopy(leaf).grad), values() * 2)
 
 

@@ -31,7 +31,7 @@ from shardwise.shard.spec import (
     shard_whole,
     shards_of,
 )
-from shardwise.simulation.ranks import each_rank, sized
+from shardwise.simulation.ranks import each_rank, sized_copy
 from shardwise.simulation.roster import rank_int
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class ToLocalShard(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, x: ShardedTensor, over: int = 1) -> torch.Tensor:
         ctx.like, ctx.over = x, over
-        return sized(shards_of(x._tiling, x._local.detach()))
+        return sized_copy(shards_of(x._tiling, x._local), True)
 
     @staticmethod
     @differentiated_once("a sharded module")
