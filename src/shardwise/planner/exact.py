@@ -1,4 +1,4 @@
-"""The mixed-integer program for HiGHS, with the symmetry of ranks broken by the model.
+"""Mixed-integer programs for HiGHS, and that of all plans, with the symmetry of ranks broken.
 
 Note [Ranks in order of appearance]
 Ranks are interchangeable, so every plan has as many copies as ranks have permutations; a solver
@@ -21,7 +21,7 @@ from __future__ import annotations
 import importlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,16 +42,17 @@ def find_highs() -> Any | None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Exact:
-    """The result of the solver: a plan, if any, and the bound that it proved."""
+class Solved:
+    """What the solver found."""
 
-    #: Per table the option, and the ranks of its shards, or with `by_host` their hosts.
-    found: Assignment | None
-    bound_s: float
+    #: The best values of the columns; None if it found none.
+    values: Array | None
+    #: No solution is below this; infinite if there is none.
+    bound: float
 
 
-class _Model:
-    """Columns and rows, collected to be passed to the solver at once."""
+class Program:
+    """Columns and rows, collected to be passed to the solver at once; the cost is minimised."""
 
     def __init__(self) -> None:
         self.costs: list[float] = []
@@ -79,6 +80,77 @@ class _Model:
         self.entries.append((list(terms), list(terms.values())))
         self.row_lower.append(lower)
         self.row_upper.append(upper)
+
+    def solve(
+        self,
+        highs: Any,
+        *,
+        seconds: float,
+        gap: float,
+        better: Callable[[Array], None] = lambda values: None,
+        enough: Callable[[float], bool] = lambda bound: False,
+    ) -> Solved:
+        """Minimise; `better` gets each better solution, and a bound that is `enough` ends it."""
+        solver = highs.Highs()
+        for name, value in (
+            ("output_flag", False),
+            ("threads", 1),
+            ("random_seed", 1),
+            # Its gap is relative to the cost, ours to the bound.
+            ("mip_rel_gap", 0.999 * gap / (1 + gap)),
+            ("mip_heuristic_effort", 0.15),
+        ):
+            solver.setOptionValue(name, value)
+        # Its own limit is of wall time: other programs would change the answer.
+        late = time.process_time() + seconds
+
+        def interrupt(event: Any) -> None:
+            bound = event.data_out.mip_dual_bound
+            event.interrupt(time.process_time() > late or enough(float(bound)))
+
+        solver.cbMipInterrupt.subscribe(interrupt)
+        solver.cbSimplexInterrupt.subscribe(
+            lambda event: event.interrupt(time.process_time() > late)
+        )
+        solver.cbMipImprovingSolution.subscribe(
+            lambda event: better(np.array(event.data_out.mip_solution))
+        )
+        # With a model that it refused, HiGHS may never end.
+        accepted = solver.passModel(self._lp(highs)) != highs.HighsStatus.kError
+        assert accepted, "a model without errors"
+        solver.run()
+        info = solver.getInfo()
+        if solver.getModelStatus() == highs.HighsModelStatus.kInfeasible:
+            return Solved(None, math.inf)
+        bound = float(info.mip_dual_bound)
+        values = np.asarray(solver.getSolution().col_value)
+        found = len(values) == len(self.costs) and info.primal_solution_status == 2
+        return Solved(values if found else None, bound if math.isfinite(bound) else -math.inf)
+
+    def _lp(self, highs: Any) -> Any:
+        lp = highs.HighsLp()
+        lp.num_col_, lp.num_row_ = len(self.costs), len(self.entries)
+        lp.col_cost_ = np.asarray(self.costs)
+        lp.col_lower_, lp.col_upper_ = np.asarray(self.lower), np.asarray(self.upper)
+        lp.row_lower_ = np.asarray(self.row_lower)
+        lp.row_upper_ = np.asarray(self.row_upper)
+        starts = np.concatenate([[0], np.cumsum([len(c) for c, _ in self.entries])])
+        lp.a_matrix_.format_ = highs.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = starts.astype(np.int32)
+        lp.a_matrix_.index_ = np.asarray([c for cs, _ in self.entries for c in cs], np.int32)
+        lp.a_matrix_.value_ = np.asarray([v for _, vs in self.entries for v in vs])
+        kinds = (highs.HighsVarType.kContinuous, highs.HighsVarType.kInteger)
+        lp.integrality_ = [kinds[whole] for whole in self.whole]
+        return lp
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exact:
+    """The result of the solver: a plan, if any, and the bound that it proved."""
+
+    #: Per table the option, and the ranks of its shards, or with `by_host` their hosts.
+    found: Assignment | None
+    bound_s: float
 
 
 _Terms = tuple[list[int], list[float]]
@@ -117,7 +189,7 @@ class ExactProblem:
         self.problem, self.by_host = problem, by_host
         self.base_s = problem.base_s
         self.scale_s = max(cost_s - self.base_s, 1e-30)
-        self.model = _Model()
+        self.model = Program()
         self.used: list[_Used] = []
         num, per_host = problem.num_ranks, problem.ranks_per_host
         low, high = (bound_s - self.base_s) / self.scale_s, 1.0
@@ -353,51 +425,10 @@ class ExactProblem:
     # -- solving -----------------------------------------------------------------------------
 
     def solve(self, highs: Any, *, seconds: float, gap: float) -> Exact:
-        solver = highs.Highs()
-        for name, value in (
-            ("output_flag", False),
-            ("threads", 1),
-            ("random_seed", 1),
-            # Its gap is relative to the cost, ours to the bound.
-            ("mip_rel_gap", 0.999 * gap / (1 + gap)),
-            ("mip_heuristic_effort", 0.15),
-        ):
-            solver.setOptionValue(name, value)
-        # Its own limit is of wall time: other programs would change the answer.
-        late = time.process_time() + seconds
-        for calls in (solver.cbMipInterrupt, solver.cbSimplexInterrupt):
-            calls.subscribe(lambda event: event.interrupt(time.process_time() > late))
-        # With a model that it refused, HiGHS may never end.
-        accepted = solver.passModel(self._lp(highs)) != highs.HighsStatus.kError
-        assert accepted, "a model without errors"
-        solver.run()
-        info = solver.getInfo()
-        bound = float(info.mip_dual_bound)
-        bound = bound * self.scale_s + self.base_s if math.isfinite(bound) else -math.inf
-        status = solver.getModelStatus()
-        if status == highs.HighsModelStatus.kInfeasible:
-            return Exact(None, self.scale_s + self.base_s)
-        values = np.asarray(solver.getSolution().col_value)
-        if len(values) != len(self.model.costs) or info.primal_solution_status != 2:
-            return Exact(None, bound)
-        return Exact(self._assignment(values), bound)
-
-    def _lp(self, highs: Any) -> Any:
-        model = self.model
-        lp = highs.HighsLp()
-        lp.num_col_, lp.num_row_ = len(model.costs), len(model.entries)
-        lp.col_cost_ = np.asarray(model.costs)
-        lp.col_lower_, lp.col_upper_ = np.asarray(model.lower), np.asarray(model.upper)
-        lp.row_lower_ = np.asarray(model.row_lower)
-        lp.row_upper_ = np.asarray(model.row_upper)
-        starts = np.concatenate([[0], np.cumsum([len(c) for c, _ in model.entries])])
-        lp.a_matrix_.format_ = highs.MatrixFormat.kRowwise
-        lp.a_matrix_.start_ = starts.astype(np.int32)
-        lp.a_matrix_.index_ = np.asarray([c for cs, _ in model.entries for c in cs], np.int32)
-        lp.a_matrix_.value_ = np.asarray([v for _, vs in model.entries for v in vs])
-        kinds = (highs.HighsVarType.kContinuous, highs.HighsVarType.kInteger)
-        lp.integrality_ = [kinds[whole] for whole in model.whole]
-        return lp
+        solved = self.model.solve(highs, seconds=seconds, gap=gap)
+        # With no solution at all, no plan is below the cost that was asked for.
+        bound = min(solved.bound, 1.0) * self.scale_s + self.base_s
+        return Exact(None if solved.values is None else self._assignment(solved.values), bound)
 
     def _assignment(self, values: Array) -> Assignment:
         problem = self.problem

@@ -320,7 +320,7 @@ class Search:
 # With few tables per rank it matters which pieces share a rank, and moves and swaps seldom find
 # out. Here the options of tables stay, and so does what several ranks have in common (blocks,
 # replicated tables); pieces that may be on any rank are placed anew. The largest piece that is left
-# goes first, with up to three smaller ones that fill its rank best. Ranks with the same room are
+# goes first, with a few smaller ones that fill its rank best. Ranks with the same room are
 # alike, so a partial filling is the set of pieces that are left, and how many ranks of each room.
 # Of these, those that waste least are kept, many at a time; no filling may waste more than all
 # ranks have in spare.
@@ -332,6 +332,8 @@ Bits = npt.NDArray[np.uint64]
 MOST_PIECES = 64
 #: Rooms are rounded down to this part of the whole, so that the ranks of a host are alike.
 _GRAIN = 1e-4
+#: Sets of pieces that may share a rank with the largest of them.
+_SETS = 50_000
 #: Completions of a piece that are known, and those that are tried for one partial filling.
 _KNOWN, _TRIED = 4_000, 60
 #: Pairs of a partial filling and a completion, where none is left out.
@@ -349,7 +351,7 @@ _Found = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """The pieces, largest first, and all sets of up to three of them, smallest first."""
+    """The pieces, largest first, and all sets of few of them, the smallest sum first."""
 
     table: Ints
     number: Ints
@@ -438,15 +440,17 @@ def put_pieces(plan: Assignment, pieces: Pieces, found: _Found, kind_of: Ints) -
 
 @lru_cache(maxsize=8)
 def _sets(num: int) -> tuple[Ints, Bits]:
-    """All sets of none to three of `num` pieces, in order, filled up with `num`; and as bits."""
-    one = np.arange(num)
-    first, second = np.triu_indices(num, 1)
-    third = np.broadcast_to(one, (len(first), num))
-    pair, last = np.nonzero(third > second[:, None])
-    members = np.full((1 + num + len(first) + len(pair), 3), num)
-    members[1 : 1 + num, 0] = one
-    members[1 + num : 1 + num + len(first), :2] = np.stack([first, second], 1)
-    members[1 + num + len(first) :] = np.stack([first[pair], second[pair], last], 1)
+    """All sets of few of `num` pieces, none included, filled up with `num`; and as bits."""
+    sets, last = [np.zeros((1, 0), np.int64)], np.array([-1])
+    while sum(map(len, sets)) + int((num - 1 - last).sum()) <= _SETS and len(last):
+        parent, piece = np.nonzero(last[:, None] < np.arange(num))
+        sets.append(np.concatenate([sets[-1][parent], piece[:, None]], 1))
+        last = piece
+    members = np.full((sum(map(len, sets)), max(1, sets[-1].shape[1])), num)
+    at = 0
+    for each in sets:
+        members[at : at + len(each), : each.shape[1]] = each
+        at += len(each)
     bit = np.concatenate([_ONE << np.arange(num, dtype=np.uint64), np.zeros(1, np.uint64)])
     return members, np.bitwise_or.reduce(bit[members], 1)
 

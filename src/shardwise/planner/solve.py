@@ -18,9 +18,10 @@ import numpy as np
 from shardwise.errors import LayoutError
 from shardwise.planner.enumeration import enumerated
 from shardwise.planner.exact import ExactProblem, find_highs
+from shardwise.planner.levels import Levels
 from shardwise.planner.local_search import Filler, Search, TooMany
 from shardwise.planner.packing import Packing, packed
-from shardwise.planner.problem import Assignment, Bound, Bounds, Problem
+from shardwise.planner.problem import Array, Assignment, Bound, Bounds, Problem
 from shardwise.planner.replicas import Replicas
 
 #: Beyond so many columns the exact model is not tried; with several hosts it proves less.
@@ -35,6 +36,8 @@ _FIRST, _QUICK_PAIRS = 4, 500
 _POOL, _FAILED = 4, 30
 #: Partial fillings that are kept, and costs that are tried, from near the best to the wanted one.
 _WIDTH, _SHARES = 300, (0.8, 0.5, 0.0)
+#: How close to its bound a program of levels is solved, and by how much the next bound is higher.
+_LEVELS_GAP, _LEVELS_STEP = 0.0005, 0.0099
 #: Rounds of replicas at most, per table, and times pieces times ranks; with fewer it is not tried.
 _EXCHANGES, _TABLE_EXCHANGES, _EXCHANGED, _LEAST_EXCHANGES = 10_000, 200, 40_000_000, 1_000
 
@@ -162,6 +165,8 @@ def solve(
     for packing in sorted(packings, key=lambda each: each.highest)[:_POOL]:
         _refill(run, packing.assignment(), gap)
     highs = find_highs() if exact and not run.close(gap) else None
+    if highs is not None and _levels(run, gap, highs):
+        solver = "HiGHS and own search"
     for by_host in (True, False):
         wanted = highs is not None and not run.close(gap) and not run.late()
         if wanted and _exact(run, gap, highs, packings, by_host):
@@ -292,6 +297,41 @@ def _exchange(run: _Run, gap: float) -> None:
             return
         run.offer(plan, "replicas")
         _refill(run, plan, gap)
+
+
+def _levels(run: _Run, gap: float, highs: object) -> bool:
+    """Ask for plans within the gap of the bound; where there are none, that is the next bound."""
+    problem, asked = run.problem, False
+    while not run.late() and not run.close(gap):
+        wanted = min(run.bound_s * (1 + max(gap, _LEVELS_STEP)), run.cost / (1 + gap))
+        allowed = allowed_lists(problem, run.bounds.useful(wanted))
+        if not all(allowed):
+            run.bound_s = wanted
+            continue
+        try:
+            levels = Levels(problem, allowed, run.bound_s, wanted)
+        except TooMany:
+            return asked
+
+        def better(values: Array, levels: Levels = levels) -> None:
+            plan = levels.plan(values, run.bound_s * (1 + gap), run.cost)
+            if plan is not None and run.offer(plan, "levels"):
+                _refill(run, plan, gap)
+
+        def enough(bound: float, levels: Levels = levels, wanted: float = wanted) -> bool:
+            run.bound_s = max(run.bound_s, min(levels.seconds(bound), wanted))
+            return run.close(gap)
+
+        left = 20.0 if run.seconds is None else max(0.05, run.seconds - run.elapsed())
+        bound_s, asked = run.bound_s, True
+        solved = levels.program.solve(
+            highs, seconds=left, gap=_LEVELS_GAP, better=better, enough=enough
+        )
+        run.bound_s = max(run.bound_s, min(levels.seconds(solved.bound), wanted))
+        run.note("levels")
+        if run.bound_s < min(wanted, bound_s * (1 + _LEVELS_STEP / 2)):
+            break
+    return asked
 
 
 def _enumerate(run: _Run, gap: float) -> None:
