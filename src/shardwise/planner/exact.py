@@ -1,4 +1,4 @@
-"""Mixed-integer programs for HiGHS, and that of all plans, with the symmetry of ranks broken.
+"""Mixed-integer programs for HiGHS, and the program of all plans, without copies of a plan.
 
 Note [Ranks in order of appearance]
 Ranks are interchangeable, so every plan has as many copies as ranks have permutations; a solver
@@ -30,7 +30,7 @@ import numpy as np
 from shardwise.planner.problem import BLOCK, HOST, Array, Assignment, Ints, Option, Problem
 
 #: Sizes of shards for which pigeonholes are counted.
-_LEVELS = 6
+_SIZES = 6
 
 
 def find_highs() -> Any | None:
@@ -377,7 +377,7 @@ class ExactProblem:
                 row = [*shared[0], *columns, *end[0]]
                 model.row(row, [*shared[1], *values, *end[1]], -np.inf, most)
             levels = sorted(sizes, reverse=True)
-            places = np.linspace(0, len(levels) - 1, _LEVELS).astype(int) if levels else ()
+            places = np.linspace(0, len(levels) - 1, _SIZES).astype(int) if levels else ()
             for size in [levels[i] for i in sorted(set(places))] if kind == 0 else []:
                 large = [pair for s in levels if s >= size for pair in sizes[s]]
                 columns = [column for column, _ in large]
