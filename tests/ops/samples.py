@@ -260,15 +260,19 @@ def _embedding() -> list[Sample]:
     return [
         Sample(aten.embedding.default, (t(7, 4), ids)),
         Sample(aten.embedding.default, (t(7, 4), ids[0, 0])),
-        Sample(aten.embedding_dense_backward.default, (rows, ids, 7, -1, False), wish=any_table),
-        Sample(aten.embedding_dense_backward.default, (rows, ids, 7, 5, False), wish=any_table),
-        Sample(aten.embedding_dense_backward.default, (rows, ids, 7, 2, True), wish=any_table),
+        Sample(
+            aten.embedding_dense_backward.default, (rows, ids, 7, -1, False), preferred=any_table
+        ),
+        Sample(
+            aten.embedding_dense_backward.default, (rows, ids, 7, 5, False), preferred=any_table
+        ),
+        Sample(aten.embedding_dense_backward.default, (rows, ids, 7, 2, True), preferred=any_table),
         Sample(aten.embedding_renorm_.default, (t(7, 4), ids, 1.5, 2.0)),
         Sample(embedding.routed_lookup, (t(7, 4), ids, False)),
         Sample(embedding.routed_lookup, (t(7, 4), ids, True)),
-        Sample(embedding.sparse_grad, (rows, ids, 7, -1, False), wish=any_table),
-        Sample(embedding.sparse_grad, (rows, ids, 7, 5, False), wish=any_table),
-        Sample(embedding.sparse_grad, (rows, ids, 7, 2, True), wish=any_table),
+        Sample(embedding.sparse_grad, (rows, ids, 7, -1, False), preferred=any_table),
+        Sample(embedding.sparse_grad, (rows, ids, 7, 5, False), preferred=any_table),
+        Sample(embedding.sparse_grad, (rows, ids, 7, 2, True), preferred=any_table),
     ]
 
 
@@ -285,19 +289,19 @@ def _bags() -> list[Sample]:
                 samples.append(Sample(rank_bags.pooled, (weight, i, o, None, padding_idx, mode)))
                 options = (padding_idx, 7, mode, padding_idx < 0)
                 grad = (t(num_bags, 4), i, o, None, *options)
-                samples.append(Sample(rank_bags.pooled_grad, grad, wish=any_table))
+                samples.append(Sample(rank_bags.pooled_grad, grad, preferred=any_table))
         weights, up = t(*i.shape), t(num_bags, 4)
         samples += [
             Sample(rank_bags.pooled, (weight, i, o, weights, 2, rank_bags.MODE_SUM)),
             Sample(
                 rank_bags.pooled_grad,
                 (up, i, o, weights, 2, 7, rank_bags.MODE_SUM, False),
-                wish=any_table,
+                preferred=any_table,
             ),
             Sample(
                 bag_rules.sparse_pooled_grad,
                 (up, i, o, weights, -1, 7, rank_bags.MODE_SUM, False),
-                wish=any_table,
+                preferred=any_table,
             ),
             Sample(rank_bags.sample_grad, (up, i, o, None, 2, weight)),
             Sample(bag_rules.largest, (weight, i, o, -1)),
@@ -305,7 +309,7 @@ def _bags() -> list[Sample]:
             Sample(
                 bag_rules.largest_grad,
                 (up, torch.randint(-1, 7, (num_bags, 4), generator=_generator), 7),
-                wish=any_table,
+                preferred=any_table,
             ),
         ]
     return samples

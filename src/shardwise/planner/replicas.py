@@ -6,9 +6,9 @@ it: the pieces (shards that may be on any rank), largest first, go to the fulles
 for them, or else to the one that they exceed least. The energy is by how much all ranks together
 exceed the wanted cost and their memory. A change is kept if it lowers the energy, or else by
 chance, more often the hotter the replica is; in the same way, replicas next to each other in
-temperature trade places. Arrays hold all replicas, so that numpy's time per call is shared by them.
-Best fit wastes what a better packing would not, so the coldest replicas are handed out while they
-still exceed the cost.
+temperature trade places. Arrays hold all replicas, so that they share numpy's time per call. Best
+fit wastes what a better packing would not, so the coldest replicas are handed out while they still
+exceed the cost.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from random import Random
 from typing import Any
 
@@ -296,7 +296,7 @@ def _combined(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 
 @dataclass(frozen=True)
 class Sample:
-    """A call on one device. `wish` lists the placements that a caller may prefer for the output.
+    """A call on one device. `preferred` lists the placements that a caller may want for the output.
 
     `unread` has the positions, in the result, of tensors whose values nobody reads, such as the
     seed of a dropout with p=0.
@@ -305,8 +305,19 @@ class Sample:
     op: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    wish: tuple[Placement, ...] = ()
+    preferred: tuple[Placement, ...] = ()
     unread: tuple[int, ...] = ()
+    #: Deprecated: the former name of `preferred`.
+    wish: InitVar[tuple[Placement, ...] | None] = None
+
+    def __post_init__(self, wish: tuple[Placement, ...] | None) -> None:
+        if wish is not None:
+            warnings.warn(
+                "Sample(wish=...) is deprecated: use preferred=...",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+            object.__setattr__(self, "preferred", wish)
 
 
 def rule_for(sample: Sample) -> Rule:
@@ -414,7 +425,7 @@ class SimulatedSample:
     def plans(self, rule: Rule) -> Iterator[CallPlan]:
         """The plans of every combination of choices, from layouts with every kind of split."""
         alone, grid = self._alone, self._grid
-        preferred = list(_preferred(alone.sample.wish, alone.call, grid))
+        preferred = list(_preferred(alone.sample.preferred, alone.call, grid))
         starts = itertools.product(_starting_layouts(alone, grid), preferred)
         return every_plan(rule, alone.call, starts)
 
