@@ -54,6 +54,9 @@ UPWARD = ("shardwise.dtensor", "shardwise.ops.catalog")
 #: In one folder, besides its `__init__`.
 MOST_MODULES = 15
 
+#: Class names that two modules define; CONTRIBUTING.md says why.
+TWICE = {"EmbeddingBagCollection", "EmbeddingCollection", "Shard", "ShardingPlan"}
+
 FORBIDDEN = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._shard")
 MAY_IMPORT_FORBIDDEN = {"interop"}
 
@@ -345,6 +348,16 @@ def crowded(package: Path) -> list[str]:
 
 def test_no_folder_is_crowded():
     report(crowded(PACKAGE))
+
+
+def test_no_class_name_is_defined_twice():
+    """But for public names that torch and torchrec gave."""
+    names: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                names.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name for name, files in names.items() if len(files) > 1} == TWICE
 
 
 def test_every_folder_says_what_lives_there():

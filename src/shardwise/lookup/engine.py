@@ -20,7 +20,7 @@ from shardwise.lookup.backends.backend import Backend, Lookups
 from shardwise.lookup.ids import edges_of, repeated, segment_sums
 from shardwise.lookup.messages import SplitIds
 from shardwise.lookup.prefetch import PrefetchQueue
-from shardwise.lookup.routing import Piece, Route, RowGroup
+from shardwise.lookup.routing import OutputPiece, Route, RowGroup
 from shardwise.lookup.scratch import Lent
 from shardwise.lookup.step import (
     RankStep,
@@ -158,7 +158,7 @@ def assemble_output(
 
 def _rows_of(
     step: RankStep,
-    piece: Piece,
+    piece: OutputPiece,
     found: Sequence[torch.Tensor],
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -252,12 +252,12 @@ def _of_sums(
 
 def _copy_of_gradients(
     route: Route, grads: Sequence[torch.Tensor], scale: float, joined: bool
-) -> Callable[[Piece, torch.Tensor], None]:
+) -> Callable[[OutputPiece, torch.Tensor], None]:
     """A function that copies the gradients of a piece, times `scale`."""
     columns = route.columns
     if joined and route.has_strips:
 
-        def copy_strip(piece: Piece, rows: torch.Tensor) -> None:
+        def copy_strip(piece: OutputPiece, rows: torch.Tensor) -> None:
             assert piece.strip is not None, "every piece has one"
             of_features = piece.strip.of(grads[0])
             torch.mul(of_features, scale, out=rows.view(of_features.shape))
@@ -269,7 +269,7 @@ def _copy_of_gradients(
         in_order += grad.split(columns.widths[mine], dim=1)
     parts = columns.numbered(in_order)
 
-    def copy(piece: Piece, rows: torch.Tensor) -> None:
+    def copy(piece: OutputPiece, rows: torch.Tensor) -> None:
         torch.cat(parts[piece.parts], out=rows)
         if scale != 1:
             rows.mul_(scale)

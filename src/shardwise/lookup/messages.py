@@ -45,7 +45,7 @@ from shardwise.lookup.ids import (
     spread,
     stable_order,
 )
-from shardwise.lookup.routing import LegBlock, Piece, Route, RowGroup, rows_are_fewer
+from shardwise.lookup.routing import LegBlock, OutputPiece, Route, RowGroup, rows_are_fewer
 
 #: Ids per bag and owner, up to which a rank looks for those that repeat.
 SHORT_BAGS = 2
@@ -261,7 +261,7 @@ class Packed:
         both = torch.cat(list(ids))
         return [both + spread(torch.from_numpy(more), counts, both.shape[0], both.device).to(both)]
 
-    def sums(self, piece: Piece) -> bool:
+    def sums(self, piece: OutputPiece) -> bool:
         """Whether each owner returns a row for each bag, not one for each id."""
         return self.route.pooled and not (piece.group >= 0 and self.by_id[piece.group])
 

@@ -55,7 +55,7 @@ class Strip(NamedTuple):
         return part[:, :, self.columns[0] : self.columns[1]].transpose(0, 1)
 
 
-class Piece:
+class OutputPiece:
     """Some columns of some features: the rows of a block, or of the blocks of several owners."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Piece:
         self.strip: Strip | None = None
 
 
-class LegBlock(Piece):
+class LegBlock(OutputPiece):
     """Neighbouring legs to one stack of a rank; see Note [Blocks]."""
 
     def __init__(self, legs: Sequence[FeatureRoute], first_part: int, number: int) -> None:
@@ -126,7 +126,7 @@ class RowIntervals:
         return self._owner.index_select(0, at)
 
 
-class RowGroup(Piece):
+class RowGroup(OutputPiece):
     """The features whose tables are split by rows over the same ranks, and have one width."""
 
     def __init__(self, blocks: Sequence[LegBlock], tiling: TableTiling, first_part: int) -> None:
@@ -193,7 +193,7 @@ class Route:
         self.local_blocks = tuple(_blocks([each], num)[0][0] for each in self.local)
         whole = [block for block in self.all_blocks if block.group < 0]
         #: What the output consists of, but for replicated tables.
-        self.pieces: list[Piece] = [*whole, *self.groups]
+        self.pieces: list[OutputPiece] = [*whole, *self.groups]
         #: Per feature, what most owners of its table add to an id.
         self.shifts = np.zeros(self.num_features, dtype=np.int64)
         for block in [*whole, *self.local_blocks[0]]:

@@ -25,7 +25,7 @@ from shardwise.lookup.messages import (
     Packed,
     StackRequest,
 )
-from shardwise.lookup.routing import Piece, Route, RowGroup
+from shardwise.lookup.routing import OutputPiece, Route, RowGroup
 from shardwise.lookup.scratch import Lent
 
 #: Elements of rows that are looked up at a time: 1 MB.
@@ -84,7 +84,7 @@ class RankStep:
 
     def by_piece(
         self, from_blocks: Sequence[torch.Tensor], own: dict[int, torch.Tensor]
-    ) -> Iterator[tuple[Piece, list[torch.Tensor]]]:
+    ) -> Iterator[tuple[OutputPiece, list[torch.Tensor]]]:
         """Each piece of the output, and what comes from its blocks; `own`: from own copies."""
         for piece in self.route.pieces:
             yield piece, [from_blocks[number] for number in piece.blocks]

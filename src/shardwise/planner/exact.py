@@ -51,7 +51,7 @@ class Solved:
     bound: float
 
 
-class Program:
+class MixedProgram:
     """Columns and rows, collected to be passed to the solver at once; the cost is minimised."""
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class ExactProblem:
         self.problem, self.by_host = problem, by_host
         self.base_s = problem.base_s
         self.scale_s = max(cost_s - self.base_s, 1e-30)
-        self.model = Program()
+        self.model = MixedProgram()
         self.used: list[_Used] = []
         num, per_host = problem.num_ranks, problem.ranks_per_host
         low, high = (bound_s - self.base_s) / self.scale_s, 1.0

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.planner.exact import Program
+from shardwise.planner.exact import MixedProgram
 from shardwise.planner.local_search import Filler, TooMany
 from shardwise.planner.problem import BLOCK, HOST, Array, Assignment, Option, Problem
 
@@ -32,7 +32,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Way:
+class _LevelOption:
     """One option of a table, with the least loads of its parts, relative to cost and capacity."""
 
     table: int
@@ -69,7 +69,7 @@ class Levels:
         self._unit = np.concatenate([[self._scale_s], np.maximum(problem.capacity, 1.0)])
         self._ways = [self._way(table, c) for table, each in enumerate(allowed) for c in each]
         self._sets = self._all_sets(len(allowed))
-        self.program = Program()
+        self.program = MixedProgram()
         low = max(0.0, (bound_s - problem.base_s) / self._scale_s)
         self._span = self.program.column(1.0, cost=1.0, lower=low, whole=False)
         self._picks = [self.program.column(1.0) for _ in self._ways]
@@ -84,18 +84,18 @@ class Levels:
         """Of a cost of the program."""
         return solved * self._scale_s + self.problem.base_s
 
-    def _way(self, table: int, choice: int) -> _Way:
+    def _way(self, table: int, choice: int) -> _LevelOption:
         option, none = self.problem.options[table][choice], np.zeros(len(self._unit))
         everywhere = none
         if option.everywhere is not None:
             everywhere = option.everywhere.reshape(-1, len(none)).min(0) / self._unit
         if option.shards is None:
-            return _Way(table, choice, option, everywhere, none, 0, none, 0)
+            return _LevelOption(table, choice, option, everywhere, none, 0, none, 0)
         least, num = option.shards.min(0) / self._unit, option.num_shards
         if option.scope == BLOCK:
             num_blocks = num // self.problem.ranks_per_host
-            return _Way(table, choice, option, everywhere, least, num_blocks, none, 0)
-        return _Way(table, choice, option, everywhere, none, 0, least, num)
+            return _LevelOption(table, choice, option, everywhere, least, num_blocks, none, 0)
+        return _LevelOption(table, choice, option, everywhere, none, 0, least, num)
 
     # -- the program -------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class Levels:
         return self._packed(made, [way for way in picked if way.num_blocks], low_s, high_s)
 
     def _packed(
-        self, plan: Assignment, blocks: Sequence[_Way], low_s: float, high_s: float
+        self, plan: Assignment, blocks: Sequence[_LevelOption], low_s: float, high_s: float
     ) -> Assignment | None:
         """The plan with its blocks on hosts."""
         problem, per_host = self.problem, self.problem.ranks_per_host

@@ -160,9 +160,8 @@ def _one_op(name: str, rest: str, shapes: _Fn) -> Callable[[_Fn], _Fn]:
 
     def decorate(fn: _Fn) -> _Fn:
         def kernel(*args: Any) -> Any:
-            found = unpacked(fn)(
-                *args
-            )  # rows and values may be inputs, which an op must not return
+            found = unpacked(fn)(*args)
+            # Rows and values may be inputs, which an op must not return.
             return tuple(x.clone() for x in found) if isinstance(found, tuple) else found
 
         _library.impl(name, kernel, "CompositeExplicitAutograd")
