@@ -69,9 +69,8 @@ class Turn:
 def cases(wanted: Sequence[str]) -> list[list[Side]]:
     """Groups of sides that take turns with each other."""
     rival = ["torchrec"] if importlib.util.find_spec("torchrec") else []
-    # Where fbgemm is installed, the default uses its kernel for row-wise Adagrad; else a compiled
-    # one, or torch's where there is no compiler.
-    plain = ["shardwise, compiled", "shardwise, torch kernels"]
+    # The default compiles a kernel for row-wise Adagrad where there is a compiler.
+    plain = ["shardwise, fbgemm's kernels", "shardwise, torch kernels"]
     plain = plain if importlib.util.find_spec("fbgemm_gpu") else plain[1:]
     found: dict[str, list[Side]] = {}
     for kind in ("table_wise", "column_wise", "row_wise"):

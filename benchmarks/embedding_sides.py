@@ -282,7 +282,7 @@ def floor(sizes: Sizes, kind: str, optimizer: str) -> Step:
 SIDES: dict[str, Callable[..., Step]] = {
     "shardwise": ours,
     "shardwise, torch kernels": functools.partial(ours, backend="torch"),
-    "shardwise, compiled": functools.partial(ours, backend="compiled"),
+    "shardwise, fbgemm's kernels": functools.partial(ours, backend="fbgemm"),
     "torchrec": torchrec,
     "DDP": ddp,
     "torch DTensor": dtensor,

@@ -78,7 +78,7 @@ def is_fused(
 
 class ByDevice(TorchBackend):
     """The fastest kernels that are there: Triton's for tables on a GPU; for row-wise Adagrad on a
-    CPU fbgemm's, or a compiled one where there is a compiler; torch's for all else."""
+    CPU a compiled one where there is a compiler, or fbgemm's; torch's for all else."""
 
     name = "auto"
 
@@ -108,12 +108,13 @@ class ByDevice(TorchBackend):
             return None
         if not compiled.takes(weight, rule):
             return None
-        if self._has_fbgemm:
-            return self._known("fbgemm")
-        if torch.get_num_threads() > _COMPILED_THREADS:
-            return None
         is_compiled = "_compiled" in self.__dict__
-        return self._compiled if is_compiled or query.ids.shape[0] >= _COMPILE_FROM else None
+        found = None
+        if torch.get_num_threads() <= _COMPILED_THREADS and (
+            is_compiled or query.ids.shape[0] >= _COMPILE_FROM
+        ):
+            found = self._compiled
+        return self._known("fbgemm") if found is None and self._has_fbgemm else found
 
     @functools.cached_property
     def _compiled(self) -> Backend | None:
