@@ -473,3 +473,23 @@ def test_backward_refuses_what_a_step_changed_in_a_parameter_that_was_handed_out
         optimizer.step()
         with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
             kept.backward()
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.SGD, torch.optim.Adam], ids=lambda kind: kind.__name__
+)
+def test_parameters_in_one_memory(mesh, kind):
+    """Each has a gradient and state of its own."""
+
+    def stepped(x):
+        alias = x.detach().requires_grad_()
+        optimizer = kind([x, alias], lr=0.25, weight_decay=0.25)
+        for _ in range(3):
+            (x.sin().sum() + alias.cos().sum()).backward()
+            optimizer.step()
+        return x
+
+    plain = torch.randn(5, dtype=torch.float64)
+    for placements in ([S0], [R]):
+        made = shardwise.distribute_tensor(plain.clone(), mesh, placements).requires_grad_()
+        torch.testing.assert_close(whole(stepped(made)), stepped(plain.clone().requires_grad_()))

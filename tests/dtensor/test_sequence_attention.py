@@ -304,16 +304,32 @@ def test_widths_that_are_expanded_or_strided(heads):
             torch.testing.assert_close(x.grad.full_tensor().agreed(), leaf.grad)
 
 
-def test_backward_is_refused_once_the_result_was_written_to():
-    """As on one device, where backward needs the result."""
+@pytest.mark.parametrize("keys", [SEQUENCE, [Replicate()]], ids=["sharded", "whole"])
+@pytest.mark.parametrize("written", ["query", "key", "value", "result"])
+def test_backward_is_refused_once_what_it_needs_was_written_to(written, keys):
+    """As on one device."""
     given, _ = operands()
     with shardwise.simulate(2):
         mesh = shardwise.init_device_mesh("cpu", (2,))
-        leaves = [shardwise.distribute_tensor(x, mesh, SEQUENCE).requires_grad_() for x in given]
+        places = [SEQUENCE, keys, keys]
+        leaves = [
+            shardwise.distribute_tensor(x, mesh, at).requires_grad_()
+            for x, at in zip(given, places, strict=True)
+        ]
         out = F.scaled_dot_product_attention(*leaves)
-        out.mul_(2)
+        with torch.no_grad():
+            [*leaves, out][["query", "key", "value", "result"].index(written)].mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
+
+
+def test_operands_of_one_dtype():
+    (q, k, v), _ = operands(dtype=torch.float32)
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        given = [shardwise.distribute_tensor(x, mesh, SEQUENCE) for x in (q, k, v.double())]
+        with pytest.raises(RuntimeError, match="same dtype"):
+            F.scaled_dot_product_attention(*given)
 
 
 @pytest.mark.parametrize("causal", [False, True])

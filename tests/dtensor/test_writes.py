@@ -1,5 +1,7 @@
 """Ops that write: in place, to `out=`, and views in place, in layouts that do not suit them."""
 
+import weakref
+
 import pytest
 import torch
 from by_hand import lay, value
@@ -718,3 +720,42 @@ def test_two_views_with_gaps(mesh):
         diagonal = at.diagonal(-1)
         diagonal.unflatten(-1, (1, 4)).add_(diagonal)
     assert torch.equal(value(x), plain)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["none", "one after"])
+def test_a_retained_gradient_counts_uses_before_it_was_asked_for(mesh, late):
+    def retained(x):
+        made = F.linear(x.view(2, 2, 6), x, x[0, :4])
+        used = made.sin()
+        made.retain_grad()
+        if late:
+            used = used + made.cos()
+        for _ in range(2):
+            used.square().sum().backward(retain_graph=True)
+        alive = weakref.ref(made)
+        return made.grad, x.grad, alive
+
+    plain = torch.randn(4, 6, dtype=torch.float64)
+    *expected, _ = retained(plain.clone().requires_grad_())
+    *found, alive = retained(lay(plain, mesh, Shard(0)).requires_grad_())
+    for one, many in zip(expected, found, strict=True):
+        torch.testing.assert_close(whole(many), one)
+    assert alive() is None
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
+def test_what_batch_norm_saves_is_not_written_to(mesh, placement):
+    x = lay(torch.randn(5, 4, 3), mesh, placement).requires_grad_()
+    out = F.batch_norm(x.mT, None, None, training=True)
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("wrong", ["running_mean", "running_var", "weight", "bias"])
+def test_a_batch_norm_refuses_other_numbers_of_channels(mesh, wrong):
+    names = ("running_mean", "running_var", "weight", "bias")
+    given = {name: lay(torch.ones(1 + (name == wrong)), mesh, Replicate()) for name in names}
+    with pytest.raises(RuntimeError, match=f"1 channels: {wrong} .* found 2"):
+        F.batch_norm(lay(torch.randn(3, 1, 2), mesh, Shard(0)), **given, training=True)

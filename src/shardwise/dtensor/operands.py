@@ -505,7 +505,31 @@ def retain_grad(x: Any) -> None:
     if operands is not None and not x._is_view() and _is_view_of_product(*operands):
         with torch.enable_grad():
             _become_view(x, x.view(x.shape))
+        _retain_earlier(x)
     torch.Tensor.retain_grad(x)
+
+
+def _retain_earlier(x: Any) -> None:
+    """Have `x.grad` include what comes from uses of `x` before it became a view.
+
+    They send it to the base, which gets all gradients of `x`; once the base is written to, also
+    others. The hooks live as long as the graph, so they must not keep `x` alive.
+    """
+    ref, version = weakref.ref(x), x._base._version
+    before: list[Any] = []  # `x.grad`, until torch has added the gradient of the view
+
+    def note(_: Any) -> None:
+        before[:] = [getattr(ref(), "grad", None)]
+
+    def retain(whole: Any) -> None:
+        x = ref()
+        if x is None or x._base._version != version:
+            return
+        earlier = before.pop() if before else x.grad
+        x.grad = whole if earlier is None else earlier + whole
+
+    x._base.register_hook(retain)
+    x.register_hook(note)
 
 
 def _is_view_of_product(layout: Layout, of_bias: Layout) -> bool:

@@ -157,6 +157,9 @@ class _Lending:
                 self._forget()
                 return None
             groups.append({**group, "params": params})
+        if len({id(loan.local) for loan in self.current}) < len(self.current):
+            self._forget()  # parameters that share a local tensor: it has one gradient and state
+            return None
         for loan, terms in zip(self.current, self.gradients, strict=True):
             for part, term in zip(loan.parts, terms, strict=True):
                 part.grad = term

@@ -363,6 +363,7 @@ def attend_over_sequence(
             f"axis {name!r}, and communication must be explicit here. Use context_parallel(), or "
             "redistribute the operands over their heads: x.redistribute(placements=[Shard(1)])."
         )
+    given = (query, key, value)
     placements = _common_placements(query, key, axis)
     query = query.redistribute(placements=_with_positions(query, placements, axis))
     # A value lies where its key does.
@@ -379,25 +380,28 @@ def attend_over_sequence(
     result = DTensor.from_local(
         out, layout.grid.mesh, query.placements, shape=shape, stride=contiguous_stride(shape)
     )
-    return result if layout.symbolic else _NeededResult.apply(result)
+    if layout.symbolic:
+        return result
+    return _Saved.apply(result, *given)
 
 
-class _NeededResult(SkipsNone):
-    """The result of an op that saves it for backward: as on one device, it must not be written to.
+class _Saved(SkipsNone):
+    """The result of an op that saves it and its operands for backward.
 
-    The op saves local tensors, and autograd does not see writes to those.
+    As on one device, none of them must be written to before. The op saves local tensors, and
+    autograd does not see writes to those.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
+    def forward(ctx: Any, x: Any, *operands: Any) -> Any:
         result = type(x)._wrap(x._local, x._layout)
-        ctx.save_for_backward(result)
+        ctx.save_for_backward(result, *operands)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        _ = ctx.saved_tensors  # raises after a write
-        return grad
+        _, *operands = ctx.saved_tensors  # raises after a write
+        return grad, *(None for _ in operands)
 
 
 def attend_locally(
@@ -453,7 +457,7 @@ def _sequence_axis(query: DTensor, key: DTensor, value: DTensor) -> int | None:
         return None
     q, k, v = (lo.shape for lo in layouts)
     fits = q[0] == k[0] == v[0] and k[1:3] == v[1:3] and q[3] == k[3] and k[1] and not q[1] % k[1]
-    if not fits or not query.is_floating_point():
+    if not fits or not query.is_floating_point() or not query.dtype == key.dtype == value.dtype:
         return None
     sizes = layouts[0].grid.shape
     axes = [a for a in layouts[0].axes_of(POSITIONS) if sizes[a] > 1]

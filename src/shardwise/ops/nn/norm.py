@@ -15,6 +15,7 @@ import torch
 
 from shardwise.core.layout import fits_shard, shard_with
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
+from shardwise.core.sizes import equal
 from shardwise.core.untraced import SkipsNone, without_autocast
 from shardwise.dispatch.rule import (
     Call,
@@ -124,9 +125,10 @@ class BatchNorm(SkipsNone):
     def forward(
         ctx: Any, x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, eps: float
     ) -> Any:
+        given, x = x, _as_suggested(x)
         if training:
             mean, var = _statistics(x)
-        ctx.save_for_backward(x, weight, mean, var)
+        ctx.save_for_backward(given, weight, mean, var)
         ctx.options = (training, eps)
         ctx.bias_dtype = None if bias is None else bias.dtype
         narrow = [s if weight is None else s.to(weight.dtype) for s in (mean, var)]
@@ -322,7 +324,20 @@ def batch_norm(
     if not x.numel():  # as torch: an empty batch changes no statistics
         out = x.clone() if weight is None else x * weight[0]
         return out if bias is None else out + bias[0]
-    args = (_as_suggested(x), weight, bias, running_mean, running_var, training, momentum, eps)
+    channels = x.shape[1] if x.dim() > 1 else 0
+    per_channel = {
+        "running_mean": running_mean,
+        "running_var": running_var,
+        "weight": weight,
+        "bias": bias,
+    }
+    for name, given in per_channel.items():
+        if given is not None and not equal(given.numel(), channels):
+            raise RuntimeError(
+                f"A batch norm of {channels} channels: {name} should have as many elements, found "
+                f"{given.numel()}."
+            )
+    args = (x, weight, bias, running_mean, running_var, training, momentum, eps)
     return native_batch_norm(*args)[0]
 
 
