@@ -27,7 +27,7 @@ from benchmarks.planner_tasks import DLRM_IDS, DLRM_ROWS
 from shardwise.embedding import EmbeddingBagCollection, Jagged, Plan, RowWiseAdagrad, Table
 from shardwise.embedding.batch import bags_of
 from shardwise.lookup.exchange import FeatureBags
-from shardwise.lookup.messages import Packed
+from shardwise.lookup.messages import RankBatch
 from shardwise.lookup.routing import Route
 from shardwise.planner.calibrate import KernelTiming, draw_batch, fit_kernel
 from shardwise.planner.costs import Constants, Kernel, Setting
@@ -139,7 +139,7 @@ def measure_packing(device: str) -> tuple[float, float, float]:
         batch = draw_batch(tables, bags, ids, 1.0).to(device)
         found = bags_of(route.features, batch, weights_train=False, side_by_side=False)
         assert isinstance(found, FeatureBags), "a good batch"
-        times = [measure(lambda: Packed(route, found)) for _ in range(6)]
+        times = [measure(lambda: RankBatch(route, 0, found)) for _ in range(6)]
         return statistics.median(times[1:])
 
     few, many = packed(8, "table_wise", 64, 1), packed(64, "table_wise", 64, 1)

@@ -13,7 +13,7 @@ import shardwise
 from shardwise import LocalTensor
 from shardwise.core.world import current_world
 from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, RowWiseAdagrad, Table
-from shardwise.lookup import step as one_step
+from shardwise.lookup import engine
 
 TABLES = [
     Table("user", 11, 8),
@@ -300,8 +300,8 @@ def prefetched_late(plan, num_steps, late_s):
 def trained_in_small_pieces(kind, num_steps):
     """In four gloo processes: few numbers at a time, two lookups before backward, and the ids of
     the next batch on their way: nothing that is kept is written over."""
-    before = one_step.CHUNK_NUMBERS, one_step.LARGE_BYTES
-    one_step.CHUNK_NUMBERS, one_step.LARGE_BYTES = 8, 0
+    before = engine.CHUNK_NUMBERS, engine.LARGE_BYTES
+    engine.CHUNK_NUMBERS, engine.LARGE_BYTES = 8, 0
     mesh = shardwise.init_device_mesh("cpu", (4,))
     collection = make(kind, tables=EQUALS, optimizer=SGD(0.01)).shard(mesh, "row_wise")
     mine = [of_equals(number, dist.get_rank()) for number in range(num_steps + 1)]
@@ -310,7 +310,7 @@ def trained_in_small_pieces(kind, num_steps):
         outputs = collection(ahead), collection(mine[number + 1])
         ahead = collection.prefetch(mine[number + 1])
         (loss_of(outputs[0]) + loss_of(outputs[1])).backward()
-    one_step.CHUNK_NUMBERS, one_step.LARGE_BYTES = before
+    engine.CHUNK_NUMBERS, engine.LARGE_BYTES = before
     return parameters(collection)
 
 

@@ -29,10 +29,10 @@ from shardwise.kernels.launch import is_captured
 from shardwise.kernels.lookup import Trace, pooled_lookup
 from shardwise.kernels.tables import IdBags, OutputRows, Records, TableSet, check_bags, first_bags
 from shardwise.lookup.backends.triton_kernels import step_rows
+from shardwise.lookup.messages import RankBatch
 from shardwise.lookup.optimizers import Adam
 from shardwise.lookup.prefetch import PrefetchedBatch
 from shardwise.lookup.routing import Route
-from shardwise.lookup.step import RankStep
 from shardwise.simulation.ranks import one_tensor
 
 #: Forms of batches that are kept.
@@ -286,7 +286,7 @@ class OneRankBatch(PrefetchedBatch):
     def lengths_per_feature(self) -> list[torch.Tensor]:
         return self._as_others().lengths_per_feature()
 
-    def arrive(self) -> list[RankStep]:
+    def arrive(self) -> list[RankBatch]:
         """The batch as several ranks exchange it, for gradients of parameters and weights."""
         return self._as_others().arrive()
 

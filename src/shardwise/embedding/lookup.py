@@ -26,9 +26,9 @@ from shardwise.errors import ArgumentError, ShardwiseError, UnsupportedError
 from shardwise.lookup.backends.backend import Backend, Lookups, Query, Rows, serving
 from shardwise.lookup.engine import Engine
 from shardwise.lookup.exchange import combined
-from shardwise.lookup.ids import counted, repeated
+from shardwise.lookup.ids import repeated
+from shardwise.lookup.messages import NEEDS_BACKWARD, WEIGHTS_TRAIN, RankBatch, any_rank
 from shardwise.lookup.prefetch import PrefetchedBatch
-from shardwise.lookup.step import RankStep, needs_backward, weights_train
 from shardwise.lookup.tiling import TableShard
 from shardwise.ops.lookup.row_sparse import gather_rows
 from shardwise.ops.lookup.row_sparse import make as make_row_sparse
@@ -85,7 +85,7 @@ def run_lookup(
         and not batch.is_alone
         and not any(map(_REQUIRES_GRAD, parameters))
         and (weights is None or not weights.requires_grad)
-        and needs_backward(batch.arrive())
+        and any_rank(batch.arrive(), NEEDS_BACKWARD)
     ):
         weights = _START  # for other ranks, whose gradients this one helps to make
     if engine.optimizer is None:
@@ -117,7 +117,7 @@ def _forward(
 
 def _backward(
     engine: CollectionEngine,
-    steps: list[RankStep],
+    steps: list[RankBatch],
     grads: tuple[torch.Tensor | None, ...],
     joined: bool,
 ) -> tuple[list[Lookups], list[dict[int, Rows]], torch.Tensor | None]:
@@ -192,7 +192,7 @@ def _update(
         _count_writes(engine, updated.parameters)
         return None
     steps = ctx.batch.arrive()
-    if updated.num_steps != optimizer.num_steps and weights_train(steps):
+    if updated.num_steps != optimizer.num_steps and any_rank(steps, WEIGHTS_TRAIN):
         raise ShardwiseError(
             "The gradient of the weights of ids needs the rows that were looked up, and backward "
             "of another lookup has updated the tables since. Run backward inside "
@@ -372,7 +372,7 @@ def without_tables(query: Query, shards: Sequence[TableShard]) -> Query:
         lengths = keep.to(query.ids.dtype)
     else:
         bags = repeated(lengths, query.ids.shape[0])
-        lengths = counted(bags[keep], lengths.shape[0]).to(lengths.dtype)
+        lengths = torch.bincount(bags[keep], minlength=lengths.shape[0]).to(lengths.dtype)
     weights = None if query.weights is None else query.weights[keep]
     return Query(query.ids[keep], lengths, weights, query.runs)
 

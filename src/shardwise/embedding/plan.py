@@ -336,21 +336,21 @@ def traffic(
     rows = [0.0] * num
     gradients = [0.0] * num
     id_bytes = route.id_dtype.itemsize
-    for owner, legs in enumerate(route.legs):
-        for leg in legs:
-            whole = route.tiling.tables[leg.table].num_embeddings
-            num_ids = batch_size * ids_per_bag * leg.shard.num_rows / whole
-            by_id = not route.pooled or (
-                leg.split and rows_are_fewer(ids_per_bag, 1, len(route.groups[leg.group].owners))
-            )
-            num_rows = num_ids if by_id else batch_size
-            sent = (num_ids + (0 if by_id else batch_size)) * id_bytes
-            back = num_rows * leg.shard.width * exchange_bytes
-            for rank in range(num):
-                if rank != owner:
-                    ids[rank] += sent
-                    rows[owner] += back
-                    gradients[rank] += back
+    for block in route.all_blocks:
+        shares = block.num_rows / route.features.num_rows[block.features]
+        num_ids = batch_size * ids_per_bag * float(shares.sum())
+        is_split = block.group >= 0
+        by_id = not route.pooled or (
+            is_split and rows_are_fewer(ids_per_bag, 1, len(route.groups[block.group].owners))
+        )
+        num_bags = 0 if by_id else batch_size * len(block.features)
+        sent = (num_ids + num_bags) * id_bytes
+        back = (num_ids if by_id else num_bags) * block.width * exchange_bytes
+        for rank in range(num):
+            if rank != block.rank:
+                ids[rank] += sent
+                rows[block.rank] += back
+                gradients[rank] += back
     copied = sum(s.num_rows * (s.width + 1) for s in route.tiling.stacks[0] if s.replicated)
     reduced = 2 * (num - 1) / num * copied * number_bytes
     return [StepTraffic(*each, reduced) for each in zip(ids, rows, gradients, strict=True)]

@@ -3,37 +3,39 @@
 The front doors say which tables lie where (a `Route`), and hold the weights. They are collections
 (`embedding`), sharded modules (`shard`) and DTensors (`ops.lookup`), of which the last use
 the parts that need no table of their own: `ids` and `exchange`. Everything here handles
-the ranks present, one after another: one in a real process, all in a simulated world.
+the ranks present, one after another: one in a real process, all in a simulated world. Without a
+mesh there is one rank, and nothing is exchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
-from shardwise._torch.functions import foreach_mul
+from shardwise._torch.functions import foreach_add
+from shardwise.comm.watch import because
 from shardwise.core.mesh import Grid
-from shardwise.lookup.backends.backend import Backend, Lookups
-from shardwise.lookup.ids import edges_of, repeated, segment_sums
-from shardwise.lookup.messages import SplitIds
+from shardwise.lookup.backends.backend import Backend, Lookups, Query, look_up_stacks, serving
+from shardwise.lookup.backends.torch_kernels import products_of_rows
+from shardwise.lookup.exchange import finished, start_exchange
+from shardwise.lookup.messages import WEIGHTS_TRAIN, Counts, RankBatch, any_rank
+from shardwise.lookup.output import assemble_output, flatten_gradients
 from shardwise.lookup.prefetch import PrefetchQueue
-from shardwise.lookup.routing import OutputPiece, Route, RowGroup
+from shardwise.lookup.routing import Route, RowGroup
 from shardwise.lookup.scratch import Lent
-from shardwise.lookup.step import (
-    RankStep,
-    by_stack,
-    exchange,
-    look_up,
-    weight_gradients,
-    weights_train,
-)
 from shardwise.simulation.ranks import part_per_rank
 
 #: `weights[i][k]` is stack k of the i-th rank present.
 Weights = Sequence[Sequence[torch.Tensor]]
+
+#: Elements of rows that are looked up at a time: 1 MB.
+CHUNK_NUMBERS = 1 << 18
+#: The C library returns larger allocations to the system as soon as they are free.
+LARGE_BYTES = 8 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,24 +55,23 @@ class Engine:
     exchange_dtype: torch.dtype | None = None
 
     def rows(
-        self, weights: Weights, steps: Sequence[RankStep], joined: bool
+        self, weights: Weights, batches: Sequence[RankBatch], joined: bool
     ) -> list[list[torch.Tensor]]:
         """Per rank present, one tensor per feature; with `joined`, one with all side by side."""
-        answers, local_rows = [], []
-        for step, mine in zip(steps, weights, strict=True):
-            flat, local = look_up(step, mine, self.backend, self.scratch)
-            answers.append(flat)
-            local_rows.append(local)
-        received = self._exchange(steps, answers, back=False)
-        return [
-            assemble_output(step, flat, local, joined)
-            for step, flat, local in zip(steps, received, local_rows, strict=True)
-        ]
+        answers, own = [], []
+        for batch, mine in zip(batches, weights, strict=True):
+            # Of replicated tables, a rank looks up its own copy.
+            own.append(self._look_up(batch, batch.own_requests, mine))
+            answers.append(self._answer(batch, mine))
+        counts = [batch.of_rows for batch in batches]
+        received = self._exchange("rows of tables", counts, answers, dtype=self.exchange_dtype)
+        each = zip(batches, received, own, strict=True)
+        return [assemble_output(*rank, joined) for rank in each]
 
     def gradients(
         self,
         weights: Weights,
-        steps: Sequence[RankStep],
+        batches: Sequence[RankBatch],
         grads: Sequence[torch.Tensor | None],
         joined: bool,
     ) -> tuple[list[Lookups], list[torch.Tensor] | None]:
@@ -79,211 +80,140 @@ class Engine:
 
         `grads` are those of the outputs. Lookups in replicated stacks are its own alone.
         """
-        route, grid = self.route, self.grid
         per_rank: list[list[torch.Tensor | None]] = [list(grads)]
-        if grid is not None:
-            empty: list[Any] = [None] * len(steps)
-            columns = [empty if g is None else part_per_rank(grid, g) for g in grads]
+        if self.grid is not None:
+            empty: list[Any] = [None] * len(batches)
+            columns = [empty if g is None else part_per_rank(self.grid, g) for g in grads]
             per_rank = [list(row) for row in zip(*columns, strict=True)]
-        buffers, local_rows = [], []
-        for step, each in zip(steps, per_rank, strict=True):
-            flat, local = flatten_gradients(step, each, self.scale, joined, self.scratch)
+        buffers, own = [], []
+        for batch, each in zip(batches, per_rank, strict=True):
+            flat, mine = flatten_gradients(batch, each, self.scale, joined, self.scratch)
             buffers.append(flat)
-            local_rows.append(local)
-        received = self._exchange(steps, buffers, back=True)
+            own.append(mine)
+        counts, dtype = [batch.of_rows for batch in batches], self.exchange_dtype
+        received = self._exchange("gradients of rows", counts, buffers, back=True, dtype=dtype)
         lookups: list[Lookups] = []
-        for step, flat, local in zip(steps, received, local_rows, strict=True):
-            stacks = route.tiling.stacks[step.rank]
-            found = by_stack(step.of_rows, flat) | local
+        for batch, flat, mine in zip(batches, received, own, strict=True):
+            stacks = self.route.tiling.stacks[batch.rank]
+            found = batch.of_rows.by_stack(flat) | mine
             lookups.append(
-                {k: (step.query(k), rows.view(-1, stacks[k].width)) for k, rows in found.items()}
+                {k: (batch.query(k), rows.view(-1, stacks[k].width)) for k, rows in found.items()}
             )
-        if not weights_train(steps):
+        if not any_rank(batches, WEIGHTS_TRAIN):
             return lookups, None
         # Before any row changes. The weights are this rank's own: no mean over ranks.
-        of_weights = weight_gradients(route, grid, steps, weights, lookups, self.backend)
+        of_weights = self._weight_gradients(weights, batches, lookups)
         return lookups, [part / self.scale for part in of_weights]
 
     def _exchange(
-        self, steps: Sequence[RankStep], buffers: Sequence[torch.Tensor], *, back: bool
+        self,
+        why: str,
+        counts: Sequence[Counts],
+        buffers: Sequence[torch.Tensor],
+        *,
+        back: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> list[torch.Tensor]:
-        return exchange(
-            "gradients of rows" if back else "rows of tables",
-            self.route,
-            self.grid,
-            [step.of_rows for step in steps],
-            buffers,
-            back=back,
-            dtype=self.exchange_dtype,
-            meanwhile=self.queue.send_ids,
-        )
+        """Send flat answers to the requesting ranks; with `back`, gradients to the owners.
+
+        They are sent in `dtype`, if given. Meanwhile the ids of the next batches are sent.
+        """
+        if self.grid is None or not self.route.travels:
+            return list(buffers)
+        nobody = [0] * self.route.num_ranks
+        given = [np.sum([nobody, *each.given.values()], 0).tolist() for each in counts]
+        wanted = [self.route.sums_by_rank(each.wanted) for each in counts]
+        sent, received = (wanted, given) if back else (given, wanted)
+        with because(why, implicit=False):
+            rounded = [buffer.to(dtype or buffer.dtype) for buffer in buffers]
+            started = start_exchange(self.grid, rounded, sent, received)
+        self.queue.send_ids()
+        arrived = finished(self.grid, started)
+        return [part.to(buffer.dtype) for part, buffer in zip(arrived, buffers, strict=True)]
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    def _answer(self, batch: RankBatch, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The rows that a rank sends, flat and by requesting rank."""
+        if len(batch.requests) == 1 and self.route.travels and weights[0].is_cpu:
+            k = next(iter(batch.requests))
+            weight, query = weights[k], batch.query(k)
+            if query.num_bags * weight.shape[1] * weight.element_size() > LARGE_BYTES:
+                return self._look_up_chunks(weight, query)
+        answers = self._look_up(batch, batch.requests, weights)
+        if len(answers) == 1:
+            return next(iter(answers.values())).view(-1)
+        parts = batch.of_rows.by_requester(answers)
+        # A rank without tables sends an empty message of their dtype.
+        num, device = sum(part.shape[0] for part in parts), batch.bags.values.device
+        flat = self.scratch.numbers(num, self.route.dtype, device)
+        return torch.cat(parts, out=flat) if parts else flat
+
+    def _look_up(
+        self, batch: RankBatch, stacks: Iterable[int], weights: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        stacks = list(stacks)
+        queries = [batch.query(k) for k in stacks]
+        found = look_up_stacks(self.backend, [weights[k] for k in stacks], queries)
+        return dict(zip(stacks, found, strict=True))
+
+    def _look_up_chunks(self, weight: torch.Tensor, query: Query) -> torch.Tensor:
+        """Some thousand bags at a time, so that small results reuse the memory of the last ones."""
+        width = weight.shape[1]
+        flat = self.scratch.numbers(query.num_bags * width, weight.dtype)
+        first = start = 0
+        for rows in flat.view(query.num_bags, width).split(max(1, CHUNK_NUMBERS // width)):
+            bags = slice(first, first + rows.shape[0])
+            lengths = None if query.lengths is None else query.lengths[bags]
+            num = rows.shape[0] if lengths is None else int(lengths.sum())
+            ids = slice(start, start + num)
+            weights = None if query.weights is None else query.weights[ids]
+            part = Query(query.ids[ids], lengths, weights)
+            rows.copy_(serving(self.backend, weight).look_up(weight, part))
+            first, start = bags.stop, ids.stop
+        return flat
+
+    # -- weight gradients ------------------------------------------------------------------------
+    # The gradient of the weights of ids: the dot product of each id's row and its bag's gradient.
+    #
+    # After the exchange of gradients, a row's owner has both. So owners compute one number per id
+    # and send it back to the rank that requested the id; owners of different columns send partial
+    # sums.
+
+    def _weight_gradients(
+        self, weights: Weights, batches: Sequence[RankBatch], lookups: Sequence[Lookups]
+    ) -> list[torch.Tensor]:
+        """Per rank present, one number for each of its ids."""
+        found, counts, answers = [], [batch.of_ids() for batch in batches], []
+        for batch, mine, each, count in zip(batches, weights, lookups, counts, strict=True):
+            numbers = {k: self._along(mine[k], *lookup) for k, lookup in each.items()}
+            device, dtype = batch.bags.values.device, self.route.weight_dtype
+            nothing = torch.empty(0, dtype=dtype, device=device)
+            answers.append(torch.cat([nothing, *count.by_requester(numbers)]).to(dtype))
+            found.append(numbers)
+        arrived = self._exchange("gradients of the weights of ids", counts, answers)
+        return [
+            _put_back(batch, flat.split(count.wanted), numbers)
+            for batch, flat, count, numbers in zip(batches, arrived, counts, found, strict=True)
+        ]
+
+    def _along(self, table: torch.Tensor, query: Query, grad: torch.Tensor) -> torch.Tensor:
+        """For each id that was looked up, its row times its bag's gradient."""
+        backend = serving(self.backend, table)
+        return getattr(backend, "weight_gradient", products_of_rows)(table, query, grad)
 
 
-# -- output --------------------------------------------------------------------------------------
-# Assemble a collection's output from received rows, and flatten its gradient the same way.
-#
-# Columns from several ranks are concatenated. Where rows of a table are on several ranks, pooled
-# results are partial sums, which are added; unpooled, each row goes to the position of its id.
-
-
-def assemble_output(
-    step: RankStep, flat: torch.Tensor, local: dict[int, torch.Tensor], joined: bool
-) -> list[torch.Tensor]:
-    """One tensor per feature, or one with all of them side by side, from the received rows."""
-    route, counts = step.route, step.num_rows
-    by_strips = joined and route.has_strips
-    whole = flat.new_empty(int(counts[0]), sum(route.dims)) if by_strips else flat
-    parts: list[Any] = [None] * route.columns.num_parts
-    for piece, found in step.by_piece(flat.split(step.of_rows.wanted), local):
-        rows = [each.view(-1, piece.width) for each in found]
-        if by_strips:
-            assert piece.strip is not None, "every piece has one"
-            _rows_of(step, piece, rows, out=piece.strip.of(whole))
-            continue
-        split = _rows_of(step, piece, rows).split(counts[piece.features].tolist())
-        parts[piece.parts] = split
-    in_order = () if by_strips else route.columns.in_order(parts)
-    if joined:
-        whole = whole if by_strips else torch.cat(in_order, 1)
-        _average(step, [whole], joined)
-        return [whole]
-    outputs = [
-        in_order[mine.start] if mine.stop - mine.start == 1 else torch.cat(in_order[mine], 1)
-        for mine in route.columns.of_feature
-    ]
-    _average(step, outputs, joined)
-    repeats = step.packed.repeats
-    return outputs if repeats is None else repeats.spread(outputs)
-
-
-def _rows_of(
-    step: RankStep,
-    piece: OutputPiece,
-    found: Sequence[torch.Tensor],
-    out: torch.Tensor | None = None,
+def _put_back(
+    batch: RankBatch, from_blocks: Sequence[torch.Tensor], own: dict[int, torch.Tensor]
 ) -> torch.Tensor:
-    """The rows of a piece from those of its blocks, in `out` or perhaps in the first of these."""
-    if isinstance(piece, RowGroup) and step.packed.sums(piece):
-        total = found[0]
-        for more in found[1:-1]:
-            total.add_(more)
-        last, out = found[-1], total if out is None else out
-        return torch.add(total.view(out.shape), last.view(out.shape), out=out)
-    rows = found[0]
-    if isinstance(piece, RowGroup):
-        split, rows = step.packed.split[piece.group], torch.cat(list(found))
-        rows = _pooled_here(split, rows) if step.packed.route.pooled else split.in_batch(rows)
-    return rows if out is None else out.copy_(rows.view(out.shape))
-
-
-def _pooled_here(split: SplitIds, rows: torch.Tensor) -> torch.Tensor:
-    """The sums of bags, from a row for each id; see Note [Rows instead of sums]."""
-    if split.once is not None:
-        places = split.once.places
-    else:
-        places = torch.empty_like(split.order)
-        places[split.order] = torch.arange(rows.shape[0], device=rows.device)
-    return segment_sums(rows, places, edges_of(split.bag_lengths), split.bag_weights)
-
-
-def _spread_out(split: SplitIds, grad: torch.Tensor) -> torch.Tensor:
-    """The gradients of bags as those of the rows that `_pooled_here` sums, in their order."""
-    once, order = split.once, split.order if split.once is None else split.once.order
-    bags = repeated(split.bag_lengths, order.shape[0]).index_select(0, order)
-    if once is not None:
-        weights = split.bag_weights
-        return segment_sums(grad, bags, once.starts, None if weights is None else weights[order])
-    rows = grad.index_select(0, bags)
-    return rows if split.weights is None else rows.mul_(split.weights.to(rows.dtype).unsqueeze(1))
-
-
-def flatten_gradients(
-    step: RankStep,
-    grads: Sequence[torch.Tensor | None],
-    scale: float,
-    joined: bool,
-    scratch: Lent,
-) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    """The gradients of received rows, flat as those came, and of local rows by stack."""
-    if step.packed.repeats is not None:
-        grads = step.packed.repeats.summed(grads)
-    route, counts, device = step.route, step.num_rows, step.bags.values.device
-    flat = scratch.numbers(sum(step.of_rows.wanted), route.dtype, device)
-    own = {
-        block.stack: flat.new_empty(step.own_requests[block.stack].query.num_bags, block.width)
-        for block in route.local_blocks[step.rank]
-    }
-    there = _of_sums(step, grads, joined)
-    copy = _copy_of_gradients(route, there, scale, joined)
-    for piece, targets in step.by_piece(flat.split(step.of_rows.wanted), own):
-        first, *others = (target.view(-1, piece.width) for target in targets)
-        if isinstance(piece, RowGroup) and not step.packed.sums(piece):
-            rows = flat.new_empty(int(counts[piece.features].sum()), piece.width)
-            copy(piece, rows)
-            split = step.packed.split[piece.group]
-            rows = _spread_out(split, rows) if route.pooled else rows.index_select(0, split.order)
-            sizes = [target.shape[0] for target in (first, *others)]
-            for target, part in zip((first, *others), rows.split(sizes), strict=True):
-                target.copy_(part)
-        else:
-            copy(piece, first)
-            for target in others:  # owners of other rows get the same
-                target.copy_(first)
-    return flat, own
-
-
-def _of_sums(
-    step: RankStep, grads: Sequence[torch.Tensor | None], joined: bool
-) -> list[torch.Tensor]:
-    """Gradients of the outputs as those of sums; zeros for missing ones."""
-    route, counts, dims = step.route, step.num_rows.tolist(), step.route.dims
-    if joined:
-        counts, dims = counts[:1], [sum(dims)]
-    nothing = torch.zeros((), dtype=route.dtype, device=step.bags.values.device)
-    there = [
-        nothing.expand(num, dim) if grad is None else grad
-        for num, dim, grad in zip(counts, dims, grads, strict=True)
-    ]
-    for place in {0} if joined and route.means else route.means:
-        there[place] = there[place].clone()
-    _average(step, there, joined)
-    return there
-
-
-def _copy_of_gradients(
-    route: Route, grads: Sequence[torch.Tensor], scale: float, joined: bool
-) -> Callable[[OutputPiece, torch.Tensor], None]:
-    """A function that copies the gradients of a piece, times `scale`."""
-    columns = route.columns
-    if joined and route.has_strips:
-
-        def copy_strip(piece: OutputPiece, rows: torch.Tensor) -> None:
-            assert piece.strip is not None, "every piece has one"
-            of_features = piece.strip.of(grads[0])
-            torch.mul(of_features, scale, out=rows.view(of_features.shape))
-
-        return copy_strip
-    of_outputs = [slice(None)] if joined else columns.of_feature
-    in_order: list[torch.Tensor] = []
-    for grad, mine in zip(grads, of_outputs, strict=True):
-        in_order += grad.split(columns.widths[mine], dim=1)
-    parts = columns.numbered(in_order)
-
-    def copy(piece: OutputPiece, rows: torch.Tensor) -> None:
-        torch.cat(parts[piece.parts], out=rows)
-        if scale != 1:
-            rows.mul_(scale)
-
-    return copy
-
-
-def _average(step: RankStep, outputs: Sequence[torch.Tensor], joined: bool) -> None:
-    """Divide the bags of features with mean pooling by their lengths, in place."""
-    means = step.route.means
-    if not means:
-        return
-    per_feature = outputs[0].split(step.route.dims, dim=1) if joined else outputs
-    lengths = [step.bags.lengths_of(feature) for feature in means]
-    factors = torch.cat(lengths).clamp(min=1).to(torch.float64).reciprocal_().to(outputs[0].dtype)
-    parts = factors.unsqueeze(1).split([length.shape[0] for length in lengths])
-    foreach_mul([per_feature[feature] for feature in means], list(parts))
+    bags = batch.bags
+    dtype = batch.route.weight_dtype if bags.weights is None else bags.weights.dtype
+    found = torch.zeros(bags.num_given, dtype=dtype, device=bags.values.device)
+    targets = [found[a:b] for a, b in zip(bags.ids_from, bags.ids_to, strict=True)]
+    for piece, parts in batch.by_piece(from_blocks, own):
+        numbers = torch.cat(parts).to(dtype)
+        if isinstance(piece, RowGroup):
+            numbers = batch.split[piece.group].in_batch(numbers)
+        split = numbers.split(batch.num_ids[piece.features].tolist())
+        foreach_add(list(piece.of_features(targets)), list(split))
+    return found

@@ -250,11 +250,6 @@ def divided(ids: torch.Tensor, block: int) -> torch.Tensor:
     return torch.div(ids, block, rounding_mode="floor")
 
 
-def counted(keys: torch.Tensor, num: int) -> torch.Tensor:
-    """How often each number below `num` occurs."""
-    return torch.bincount(keys, minlength=num)
-
-
 def places_of_runs(order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """For each key, its place among the different ones, from what `distinct` returned.
 

@@ -1,4 +1,4 @@
-"""Messages of ids: what a rank sends to each owner of rows, and what an owner makes of it.
+"""RankBatch: one rank's batch as messages to the owners of rows, and what it gets of the others'.
 
 Note [Messages]
 A rank sends one message of integers to each other rank. It holds, for all legs to that rank (a leg
@@ -28,23 +28,16 @@ lookups leave repeated ids out of the batch itself, where at least a tenth of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from shardwise.lookup.backends.backend import Query, Runs
 from shardwise.lookup.exchange import FeatureBags, Repeats, without_repeats
-from shardwise.lookup.ids import (
-    counted,
-    distinct,
-    divided,
-    places_of_runs,
-    repeated,
-    spread,
-    stable_order,
-)
+from shardwise.lookup.ids import distinct, places_of_runs, repeated, spread, stable_order
 from shardwise.lookup.routing import LegBlock, OutputPiece, Route, RowGroup, rows_are_fewer
 
 #: Ids per bag and owner, up to which a rank looks for those that repeat.
@@ -61,10 +54,7 @@ class SplitIds:
         num_ids = parts.num_ids[group.features]
         num = values.shape[0]
         num_owners = len(group.owners)
-        if group.intervals is not None:
-            owners = group.intervals.owners(values, num_ids)
-        else:
-            owners = divided(values, group.rows_per_owner).to(group.place_dtype)
+        owners = group.owners_of(values, num_ids)
         #: The position of each id among those of the group, as the batch has them.
         self.order = stable_order(owners)
         bags = parts.num_bags[group.features]
@@ -91,6 +81,13 @@ class SplitIds:
         """Ids to each owner, where rows or sums come back."""
         return self.once.num_ids if by_id and self.once is not None else self.num_ids
 
+    @property
+    def places(self) -> torch.Tensor:
+        """For each id of the batch, its place among those that were sent for rows."""
+        if self.once is not None:
+            return places_of_runs(self.once.order, self.once.starts)
+        return self.in_batch(torch.arange(self.order.shape[0], device=self.order.device))
+
     def in_batch(self, values: torch.Tensor) -> torch.Tensor:
         """What owners sent for each id, in the order of the batch."""
         return torch.empty_like(values).index_copy_(0, self.order, values)
@@ -112,11 +109,6 @@ class OnceIds:
         #: The places of equal ids in the batch, one id after another.
         self.order = split.order.index_select(0, order)
 
-    @property
-    def places(self) -> torch.Tensor:
-        """For each id of the batch, its place among those that were sent."""
-        return places_of_runs(self.order, self.starts)
-
 
 def _per_owner(
     lengths: torch.Tensor, num_bags: np.ndarray, owners: torch.Tensor, num_owners: int, num_ids: int
@@ -125,7 +117,7 @@ def _per_owner(
     num = lengths.shape[0]
     small = torch.int32 if num_owners * num < 2**31 else torch.int64
     key = owners.to(small).mul_(num).add_(repeated(lengths, num_ids, small))
-    found = counted(key, num_owners * num).view(num_owners, num)
+    found = torch.bincount(key, minlength=num_owners * num).view(num_owners, num)
     edges = np.zeros((num_owners, num + 1), dtype=np.int64)
     np.cumsum(found.cpu().numpy(), axis=1, out=edges[:, 1:])
     ends = np.cumsum([0, *num_bags])
@@ -137,50 +129,74 @@ class PerFeature:
 
     def __init__(self, bags: FeatureBags) -> None:
         self.num_ids, self.num_bags = bags.ids_to - bags.ids_from, bags.num_bags
-        self._id_order = _order(bags.ids_from, self.num_ids)
-        self._bag_order = _order(bags.bags_from, self.num_bags)
+        order = np.lexsort((self.num_bags, bags.bags_from))
+        #: The features in the order of the batch; None if that is the declared one.
+        self._order = None if (order == np.arange(len(order))).all() else order
         self.ids, self.lengths = self.of_ids(bags.values), self.of_bags(bags.lengths)
         self.weights = None if bags.weights is None else self.of_ids(bags.weights)
 
     def of_ids(self, values: torch.Tensor, per_id: int = 1) -> Sequence[torch.Tensor]:
         """Per feature, its share of what is given for each id of the batch."""
-        return _views(values, self.num_ids * per_id, self._id_order)
+        return self._views(values, self.num_ids * per_id)
 
     def of_bags(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
-        return _views(values, self.num_bags, self._bag_order)
+        return self._views(values, self.num_bags)
+
+    def _views(self, values: torch.Tensor, counts: np.ndarray) -> Sequence[torch.Tensor]:
+        if self._order is None:
+            return values.split(counts.tolist())
+        parts = values.split(counts[self._order].tolist())
+        return [parts[place] for place in np.argsort(self._order).tolist()]
 
     def spread(self, numbers: np.ndarray, like: torch.Tensor) -> torch.Tensor:
         """For each id of the batch, the number of its feature."""
-        counts, order = self.num_ids, self._id_order
-        if order is not None:
-            numbers, counts = numbers[order], counts[order]
-        return spread(torch.from_numpy(numbers), counts, like.shape[0], like.device).to(like.dtype)
+        order = slice(None) if self._order is None else self._order
+        given, counts = torch.from_numpy(numbers[order]), self.num_ids[order]
+        return spread(given, counts, like.shape[0], like.device).to(like.dtype)
 
 
-def _order(starts: np.ndarray, counts: np.ndarray) -> np.ndarray | None:
-    """The features in the order of a batch; None if that is the declared one."""
-    order = np.lexsort((counts, starts))
-    return None if (order == np.arange(len(order))).all() else order
+class Counts(NamedTuple):
+    """How many numbers a rank sends, and how many it gets: of rows, or one for each id."""
 
+    #: To each requesting rank, by stack.
+    given: dict[int, list[int]]
+    #: From each block.
+    wanted: list[int]
 
-def _views(
-    values: torch.Tensor, counts: np.ndarray, order: np.ndarray | None
-) -> Sequence[torch.Tensor]:
-    if order is None:
-        return values.split(counts.tolist())
-    parts = values.split(counts[order].tolist())
-    return [parts[place] for place in np.argsort(order).tolist()]
+    def by_requester(self, answers: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """The parts of a message: the answers of all stacks to the first rank, then to the next."""
+        split = [answers[k].reshape(-1).split(sizes) for k, sizes in self.given.items()]
+        return [part for to_rank in zip(*split, strict=True) for part in to_rank]
+
+    def by_stack(self, message: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The inverse, for gradients."""
+        given = self.given
+        if len(given) == 1:
+            return dict.fromkeys(given, message)
+        sizes = [num for to_rank in zip(*given.values(), strict=True) for num in to_rank]
+        parts = message.split(sizes)
+        return {k: torch.cat(parts[first :: len(given)]) for first, k in enumerate(given)}
 
 
 #: Per feature, or per owner of a row group: lengths, ids and weights.
 Kinds = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
-class Packed:
-    """What one rank sends, and what it needs when rows come back."""
+class RankBatch:
+    """One rank's batch: what it asks of the others and, as messages arrive, they of it.
 
-    def __init__(self, route: Route, given: FeatureBags) -> None:
-        self.route, self.given = route, given
+    First it says how much it sends (`notes`, `told`), then it knows how much arrives (`expect`) and
+    makes its `messages`, and finally gets those of the others (`receive`).
+    """
+
+    #: Per stack: what any rank requests, and this rank's own requests to replicated tables.
+    requests: dict[int, StackRequest]
+    own_requests: dict[int, StackRequest]
+    #: The numbers of rows that are exchanged.
+    of_rows: Counts
+
+    def __init__(self, route: Route, rank: int, given: FeatureBags) -> None:
+        self.route, self.rank, self.given = route, rank, given
         #: The batch that is sent, and what was left out of it; see Note [Repeated ids].
         self.bags: FeatureBags = given
         self.repeats: Repeats | None = None
@@ -188,16 +204,47 @@ class Packed:
             self.bags, self.repeats = without_repeats(given, route.features.num_rows)
         parts = self._per_feature = PerFeature(self.bags)
         self.num_ids, self.num_bags = parts.num_ids, parts.num_bags
+        #: The rows of the output of each feature.
+        self.num_rows = self.num_bags if route.pooled else self.num_ids
         self.split = [SplitIds(route, group, parts) for group in route.groups]
-        #: Which groups get ids and return rows; see Note [Rows instead of sums].
-        self.by_id = (False,) * len(self.split)
+        #: Which groups get ids and return rows; see Note [Rows instead of sums]. The last item is
+        #: for tables that are in no group.
+        self.by_id = (False,) * (len(self.split) + 1)
         #: The ids and bags of each group, and whether weights require grad; all ranks get them.
         self.told = [int(self.bags.weights_train)] if self.split else []
         for group, ids in zip(route.groups, self.split, strict=True):
             self.told += [sum(ids.num_sent(True)), int(self.num_bags[group.features].sum())]
         self._whole: Kinds | None = self._pack_whole() if route.has_whole else None
         #: What it asks of replicated tables, as a message.
-        self.own = self._to_blocks(route.local_blocks[0], [])
+        self._own = self._to_blocks(route.local_blocks[rank], [])
+        #: A note to each rank, see `_note_to`; then one of each rank.
+        self.notes = np.stack([self._note_to(blocks) for blocks in route.blocks])
+
+    def _note_to(self, blocks: Sequence[LegBlock]) -> np.ndarray:
+        """The bags of each feature, the ids to each block, and flags.
+
+        Where batches decide between sums and rows, there are ids for both.
+        """
+        route, bags = self.route, self.bags
+        note = np.zeros(route.note_width, dtype=np.int64)
+        note[: route.num_features] = self.num_bags
+        for number, by_id in enumerate((False, True) if route.chooses else (False,)):
+            first = route.num_features + number * route.max_blocks
+            note[first : first + len(blocks)] = [self._ids_of(block, by_id) for block in blocks]
+        note[-1] = (
+            WEIGHTED * (bags.weights is not None)
+            + WEIGHTS_TRAIN * bags.weights_train
+            + NEEDS_BACKWARD * bags.needs_backward
+        )
+        return note
+
+    def _ids_of(self, block: LegBlock, by_id: bool) -> int:
+        """How many ids go to a block."""
+        if block.group < 0:
+            return int(self.num_ids[block.features].sum())
+        return self.split[block.group].num_sent(by_id)[block.owner]
+
+    # -- what it sends ---------------------------------------------------------------------------
 
     def _pack_whole(self) -> Kinds:
         """Of the features whose tables are not split by rows."""
@@ -229,7 +276,7 @@ class Packed:
     def messages(self) -> tuple[torch.Tensor, list[int]]:
         """The messages to all ranks, one after another, and their lengths. They are made once."""
         made: dict[int, torch.Tensor] = {}
-        of_groups = [self._of_group(*each) for each in zip(self.split, self.by_id, strict=True)]
+        of_groups = list(map(self._of_group, self.split, self.by_id))
         for rank, like in enumerate(self.route.like):
             if like not in made:
                 made[like] = self._to_blocks(self.route.blocks[rank], of_groups)
@@ -249,9 +296,8 @@ class Packed:
             found[0] += lengths
             found[1] += self._shifted(block, ids)
             found[2] += weights
-        pieces = [*found[0], *found[1], *found[2]]
         nothing = torch.empty(0, dtype=self.route.id_dtype, device=self.bags.values.device)
-        return torch.cat(pieces) if pieces else nothing
+        return torch.cat([nothing, *found[0], *found[1], *found[2]])
 
     def _shifted(self, block: LegBlock, ids: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         more = block.shifts - self.route.shifts[block.features]
@@ -261,60 +307,67 @@ class Packed:
         both = torch.cat(list(ids))
         return [both + spread(torch.from_numpy(more), counts, both.shape[0], both.device).to(both)]
 
+    # -- what it gets ----------------------------------------------------------------------------
+
+    def expect(self, notes: np.ndarray, by_id: tuple[bool, ...]) -> list[int]:
+        """Take a note of each rank; returns how many integers arrive from each."""
+        self.notes, self.by_id = notes, by_id
+        self._incoming = Incoming(self.route, self.route.blocks[self.rank], notes, by_id)
+        return self._incoming.sizes()
+
+    def receive(self, message: torch.Tensor) -> None:
+        """Take the messages of all ranks, one after another."""
+        route, own_blocks = self.route, self.route.local_blocks[self.rank]
+        own = Incoming(route, own_blocks, self._note_to(own_blocks)[None], self.by_id)
+        self.requests, self.own_requests = self._incoming.requests(message), own.requests(self._own)
+        widths = [stack.width for stack in route.tiling.stacks[self.rank]]
+        given = {k: [n * widths[k] for n in each.num_rows] for k, each in self.requests.items()}
+        wanted = [
+            block.width * (self.num_bags[block.features].sum() if self.sums(block) else num)
+            for block, num in zip(route.all_blocks, self._ids_to_blocks(), strict=True)
+        ]
+        self.of_rows = Counts(given, list(map(int, wanted)))
+
+    def of_ids(self) -> Counts:
+        """The numbers of an exchange of one for each id."""
+        given = {k: each.num_ids for k, each in self.requests.items()}
+        return Counts(given, self._ids_to_blocks())
+
+    def _ids_to_blocks(self) -> list[int]:
+        return [self._ids_of(block, self.by_id[block.group]) for block in self.route.all_blocks]
+
     def sums(self, piece: OutputPiece) -> bool:
         """Whether each owner returns a row for each bag, not one for each id."""
-        return self.route.pooled and not (piece.group >= 0 and self.by_id[piece.group])
+        return self.route.pooled and not self.by_id[piece.group]
 
-    def ids_of(self, block: LegBlock) -> int:
-        """How many ids go to a block."""
-        return self._ids_of(block, block.group >= 0 and self.by_id[block.group])
+    def query(self, stack: int) -> Query:
+        found = self.requests if stack in self.requests else self.own_requests
+        return found[stack].query
 
-    def _ids_of(self, block: LegBlock, by_id: bool) -> int:
-        if block.group < 0:
-            return int(self.num_ids[block.features].sum())
-        return self.split[block.group].num_sent(by_id)[block.owner]
+    def by_piece(
+        self, from_blocks: Sequence[torch.Tensor], own: dict[int, torch.Tensor]
+    ) -> Iterator[tuple[OutputPiece, list[torch.Tensor]]]:
+        """Each piece of the output, and what comes from its blocks; `own`: from own copies."""
+        for piece in self.route.pieces:
+            yield piece, [from_blocks[number] for number in piece.blocks]
+        for block in self.route.local_blocks[self.rank]:
+            yield block, [own[block.stack]]
 
-    def rows_of(self, block: LegBlock) -> int:
-        """How many rows come back from a block."""
-        return int(self.num_bags[block.features].sum()) if self.sums(block) else self.ids_of(block)
 
-    def notes(self) -> torch.Tensor:
-        """A note to each rank; see `_note_to`."""
-        return torch.from_numpy(np.stack(list(map(self._note_to, self.route.blocks))))
-
-    def own_note(self) -> torch.Tensor:
-        """The same for what it asks of replicated tables."""
-        return torch.from_numpy(self._note_to(self.route.local_blocks[0])[None])
-
-    def _note_to(self, blocks: Sequence[LegBlock]) -> np.ndarray:
-        """The bags of each feature, the ids to each block, and flags.
-
-        Where batches decide between sums and rows, there are ids for both.
-        """
-        route, bags = self.route, self.bags
-        note = np.zeros(route.note_width, dtype=np.int64)
-        note[: route.num_features] = self.num_bags
-        for number, by_id in enumerate((False, True) if route.chooses else (False,)):
-            first = route.num_features + number * route.max_blocks
-            note[first : first + len(blocks)] = [self._ids_of(block, by_id) for block in blocks]
-        note[-1] = (
-            WEIGHTED * (bags.weights is not None)
-            + WEIGHTS_TRAIN * bags.weights_train
-            + NEEDS_BACKWARD * bags.needs_backward
-        )
-        return note
+def any_rank(batches: Sequence[RankBatch], flag: int) -> bool:
+    """Whether a flag is in any rank's note; the answer is the same on every rank."""
+    return any((batch.notes[:, -1] & flag).any() for batch in batches)
 
 
 def groups_by_id(route: Route, told: np.ndarray) -> tuple[bool, ...]:
-    """Which groups exchange rows instead of sums, from what all ranks told."""
-    if not route.groups:
-        return ()
-    trained, *counts = told.sum(0).tolist()
+    """Which groups exchange rows instead of sums, from what all ranks told; see `RankBatch`."""
+    trained, *counts = told.sum(0).tolist() if route.groups else [0]
     pairs = zip(route.groups, counts[::2], counts[1::2], strict=True)
-    return tuple(
+    found = (
         route.pooled and not trained and rows_are_fewer(num_ids, num_bags, len(group.owners))
         for group, num_ids, num_bags in pairs
     )
+    return (*found, False)
 
 
 @dataclass(slots=True)
@@ -335,12 +388,12 @@ class Incoming:
         self,
         route: Route,
         blocks: Sequence[LegBlock],
-        notes: torch.Tensor,
+        notes: np.ndarray,
         by_id: Sequence[bool],
     ) -> None:
-        self._route, self._blocks, self._notes = route, blocks, notes.numpy()
+        self._route, self._blocks, self._notes = route, blocks, notes
         #: Per block, whether rows are returned instead of sums.
-        self._alone = [block.group >= 0 and by_id[block.group] for block in blocks]
+        self._alone = [by_id[block.group] for block in blocks]
         self._counts = self._announced()
 
     def _announced(self) -> np.ndarray:

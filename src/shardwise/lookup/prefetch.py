@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardwise.comm.agreement import Fault, Faults, Meeting, joint_error
@@ -30,9 +31,8 @@ from shardwise.lookup.exchange import (
     ranks_present,
     start_exchange,
 )
-from shardwise.lookup.messages import Incoming, Packed, groups_by_id
+from shardwise.lookup.messages import RankBatch, groups_by_id
 from shardwise.lookup.routing import Route
-from shardwise.lookup.step import RankStep
 from shardwise.simulation.ranks import one_tensor, part_per_rank, present
 
 
@@ -64,37 +64,41 @@ class PrefetchedBatch:
         self.route, self.grid = route, grid
         #: The batch's weights of ids, which get the gradient.
         self.weights = weights
-        packed = [each if isinstance(each, Fault) else self._pack(each) for each in found]
-        self._packed = [each for each in packed if isinstance(each, Packed)]
-        self._ranks = [0] if grid is None else ranks_present(grid)
-        self._notes = [each.notes() for each in self._packed]
+        ranks = [0] if grid is None else ranks_present(grid)
+        made = list(map(self._packed, ranks, found))
+        self._batches = [each for each in made if isinstance(each, RankBatch)]
         self._error: Exception | None = None
         self._meeting: Meeting | None = None
         self._exchange: torch.Tensor | None = None
-        self._steps: list[RankStep] | None = None
+        self._has_arrived = False
         if grid is not None and route.num_ranks > 1:
             self._faults = Faults(grid, "what is wrong with a batch", lead)
-            self._meeting = self._meet(grid, packed)
-        else:
-            wrong = [each for each in packed if isinstance(each, Fault)]
-            self._error = joint_error(lead, {0: wrong[0]}, 1) if wrong else None
+            self._meeting = self._meet(grid, made)
+            return
+        for each in made:
+            if isinstance(each, Fault):
+                self._error = joint_error(lead, {0: each}, 1)
+            else:
+                each.expect(each.notes, each.by_id)
 
-    def _pack(self, bags: FeatureBags) -> Packed | Fault:
+    def _packed(self, rank: int, bags: FeatureBags | Fault) -> RankBatch | Fault:
         try:
-            return Packed(self.route, bags)
+            return bags if isinstance(bags, Fault) else RankBatch(self.route, rank, bags)
         except Exception as error:
             return unreadable(error)
 
-    def _meet(self, grid: Grid, packed: Sequence[Packed | Fault]) -> Meeting:
+    def _meet(self, grid: Grid, made: Sequence[RankBatch | Fault]) -> Meeting:
         """Start the exchange of counts, with which each rank says whether its batch is valid."""
-        nothing = torch.zeros(self.route.num_ranks, self.route.note_width, dtype=torch.int64)
+        nothing = np.zeros((self.route.num_ranks, self.route.note_width), dtype=np.int64)
         nobody = [0] * (1 + 2 * len(self.route.groups)) if self.route.groups else []
-        notes, statuses, good = [], [], iter(self._notes)
-        for rank, each in zip(present(grid), packed, strict=True):
-            fault = each if isinstance(each, Fault) else None
-            notes.append(next(good) if fault is None else nothing)
-            told = each.told if isinstance(each, Packed) else nobody
-            statuses.append(torch.tensor([self._faults.status(rank, fault), *told]))
+        notes, statuses = [], []
+        for rank, each in zip(present(grid), made, strict=True):
+            if isinstance(each, Fault):
+                note, said = nothing, [self._faults.status(rank, each), *nobody]
+            else:
+                note, said = each.notes, [0, *each.told]
+            notes.append(torch.from_numpy(note))
+            statuses.append(torch.tensor(said))
         with because("counts of a batch", implicit=False):
             return Meeting(grid, 0, one_tensor(grid, notes), one_tensor(grid, statuses))
 
@@ -111,14 +115,14 @@ class PrefetchedBatch:
         self._error = self._faults.error(statuses)
         if self._error is not None:
             return
-        self._notes = part_per_rank(self.grid, notes)
+        arrived = part_per_rank(self.grid, notes)
+        sizes: list[list[int]] = [[] for _ in arrived]
         for told, places in groups:
             by_id = groups_by_id(self.route, told[:, 1:].numpy())
             for place in places:
-                self._packed[place].by_id = by_id
+                sizes[place] = self._batches[place].expect(arrived[place].numpy(), by_id)
         if self.route.travels:
-            sizes = [incoming.sizes() for incoming in self._incoming()]
-            messages, sent = zip(*(packed.messages() for packed in self._packed), strict=True)
+            messages, sent = zip(*(batch.messages() for batch in self._batches), strict=True)
             with because("ids of a batch", implicit=False):
                 self._exchange = start_exchange(self.grid, messages, sent, sizes)
 
@@ -135,38 +139,25 @@ class PrefetchedBatch:
     def lengths_per_feature(self) -> list[torch.Tensor]:
         """The lengths of each feature's bags, as the batch has them."""
         columns = [
-            [packed.given.lengths_of(feature) for packed in self._packed]
+            [batch.given.lengths_of(feature) for batch in self._batches]
             for feature in range(self.route.num_features)
         ]
         if self.grid is None:
             return [column[0] for column in columns]
         return [one_tensor(self.grid, column) for column in columns]
 
-    def arrive(self) -> list[RankStep]:
+    def arrive(self) -> list[RankBatch]:
         """Wait for the ids that this rank has to look up."""
         self.check()
-        if self._steps is None:
-            self._steps = self._arrived()
-        return self._steps
-
-    def _incoming(self) -> list[Incoming]:
-        """What arrives at each rank present."""
-        return [
-            Incoming(self.route, self.route.blocks[rank], notes, packed.by_id)
-            for rank, notes, packed in zip(self._ranks, self._notes, self._packed, strict=True)
-        ]
-
-    def _arrived(self) -> list[RankStep]:
-        if self._exchange is not None:
-            assert self.grid is not None, "an exchange without a mesh"
-            messages, self._exchange = finished(self.grid, self._exchange), None
-        else:
-            messages = [packed.messages()[0] for packed in self._packed]
-        given = zip(self._ranks, self._packed, self._notes, self._incoming(), messages, strict=True)
-        return [
-            RankStep(self.route, rank, packed, notes, incoming.requests(message))
-            for rank, packed, notes, incoming, message in given
-        ]
+        if not self._has_arrived:
+            if self._exchange is None or self.grid is None:
+                messages = [batch.messages()[0] for batch in self._batches]
+            else:
+                messages, self._exchange = finished(self.grid, self._exchange), None
+            for batch, message in zip(self._batches, messages, strict=True):
+                batch.receive(message)
+            self._has_arrived = True
+        return self._batches
 
 
 class PrefetchQueue:

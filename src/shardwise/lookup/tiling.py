@@ -237,7 +237,8 @@ class Features:
     def __init__(self, tables: Sequence[Table]) -> None:
         self.tables = tables
         self.owners = {feature: table for table in tables for feature in table.features}
-        #: The rows of each feature's table.
+        #: The number of each feature's table, and its rows.
+        self.tables_of = [number for number, table in enumerate(tables) for _ in table.features]
         self.num_rows = np.array([table.num_embeddings for table in self.owners.values()])
         self.fewest_rows = int(self.num_rows.min())
         self._places: dict[tuple[str, ...], np.ndarray | str] = {}

@@ -31,7 +31,6 @@ from shardwise.shard import dispatch, table_lookup
 from shardwise.shard.moves import ToLocalShard
 from shardwise.shard.spec import DimSplit, ShardingSpec, Tiling
 from shardwise.shard.table_lookup import (
-    BagBatch,
     LayerCall,
     Lookup,
     declare,
@@ -263,8 +262,8 @@ def embedding_bag(
         return F.embedding_bag(input, gather_whole(weight), **options, **tensors)
     if not has_values(weight._local):
         return traced(_EMBEDDING_BAG, weight, options, input=input, **tensors)
-    batch = BagBatch(input, offsets, per_sample_weights, include_last_offset, mode, weight.dtype)
-    return table_lookup.embedding_bag(lookup, batch)
+    batch = input, offsets, per_sample_weights, include_last_offset
+    return table_lookup.embedding_bag(lookup, mode, *batch)
 
 
 def _lookup(

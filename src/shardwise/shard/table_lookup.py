@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +26,15 @@ from shardwise.core.untraced import UntracedFunction, differentiated_once
 from shardwise.core.world import world_caches
 from shardwise.effects import EffectOp
 from shardwise.errors import UnsupportedError
-from shardwise.lookup.backends.backend import serving
+from shardwise.lookup.backends.backend import Lookups, serving
 from shardwise.lookup.backends.registry import make_backend
-from shardwise.lookup.engine import Engine
+from shardwise.lookup.engine import Engine, Weights
 from shardwise.lookup.exchange import bags_of_one, combined, ranks_present
 from shardwise.lookup.ids import dtype_fault, offsets_fault, promoted
+from shardwise.lookup.messages import NEEDS_BACKWARD, RankBatch, any_rank
 from shardwise.lookup.prefetch import PrefetchedBatch
 from shardwise.lookup.routing import Route
 from shardwise.lookup.scratch import Lent
-from shardwise.lookup.step import RankStep, needs_backward
 from shardwise.lookup.tiling import Table, TableSplit
 from shardwise.lookup.tiling import make_tiling as make_table_tiling
 from shardwise.ops.lookup.rank_bags import times
@@ -81,298 +81,6 @@ def _engine(tiling: Tiling, pooling: str | None, dtype: torch.dtype, mean: bool)
 world_caches.append(_engine.cache_clear)
 
 
-@dataclass(slots=True)
-class TableLookup:
-    """One call, but for its tensors."""
-
-    lookup: Lookup
-    engine: Engine
-    batch: PrefetchedBatch
-
-    def shards(self) -> list[torch.Tensor]:
-        """The table's on the ranks present."""
-        weight = self.lookup.weight
-        return part_per_rank(self.lookup.grid, shards_of(weight._tiling, weight._local))
-
-
-def embedding(lookup: Lookup, ids: torch.Tensor) -> torch.Tensor:
-    """A row for each of a rank's ids."""
-
-    def read(ids: torch.Tensor) -> LocalBags | Fault:
-        fault = dtype_fault(ids, "ids")
-        return LocalBags(_flat_ids(ids), _NOTHING) if fault is None else Fault(fault)
-
-    rows = _run(lookup, None, _in_range(lookup, map(read, part_per_rank(lookup.grid, ids))))
-
-    def shaped(_: Coordinate, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        if lookup.by_frequency:
-            rows = scaled_by_frequency(rows, ids.reshape(-1))
-        return rows.view(*ids.shape, rows.shape[-1])
-
-    return on_plain_ranks(lookup.grid, shaped, rows, ids)
-
-
-def embedding_bag(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
-    """A row for each of a rank's bags."""
-    own = kept = _in_range(lookup, batch.per_rank(lookup.grid))
-    padding, weights = lookup.padding_idx, batch.weights
-    if padding is not None:
-        kept = [x if isinstance(x, Fault) else x.without(padding) for x in own]
-    shortened = padding is not None and lookup.max_norm is not None
-    if not (batch.mode == "max" or lookup.by_frequency or shortened):
-        return _run(lookup, batch.mode, kept, weights)
-    rows = _run(lookup, None, own, weights)
-    left: Any = iter(zip(own, kept, strict=True))  # without faults, which raise
-
-    def pooled(_: Coordinate, rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        mine, counting = next(left)
-        return _pooled(lookup, batch.mode, mine, counting, rows, *weights)
-
-    samples = [] if weights is None else [weights]
-    return on_plain_ranks(lookup.grid, pooled, rows, *samples)
-
-
-def _run(
-    lookup: Lookup,
-    pooling: str | None,
-    own: Sequence[LocalBags | Fault],
-    weights: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """What the engine finds: pooled bags, or with `pooling=None` a row per id."""
-    weight, grid = lookup.weight, lookup.grid
-    engine = _engine(weight._tiling, pooling, weight.dtype, weight.grad_reduction == "mean")
-    train, weights_train = (
-        torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in (weight, weights)
-    )
-    per_id = None if pooling is None else weights
-    given: list[Any] = [None] * len(own) if per_id is None else part_per_rank(grid, per_id)
-    found = [
-        each
-        if isinstance(each, Fault)
-        else bags_of_one(
-            each.ids,
-            torch.ones_like(each.ids) if pooling is None else each.lengths,
-            None if weights is None else each.flat(weights).detach(),
-            weights_train=weights_train and pooling is not None,
-            needs_backward=train or weights_train,
-        )
-        for each, weights in zip(own, given, strict=True)
-    ]
-    batch = PrefetchedBatch(engine.route, grid, found, None, f"{lookup.what}: ")
-    call = TableLookup(lookup, engine, batch)
-    with because(lookup.what, implicit=False):
-        steps = batch.arrive()
-        if lookup.max_norm is not None:
-            _shorten(call, steps, lookup.max_norm)
-        # Every rank takes part in the exchange of gradients, or none does.
-        start = _START if torch.is_grad_enabled() and needs_backward(steps) else None
-        samples = None
-        left: Any = iter(own)
-        if per_id is not None:
-            samples = on_plain_ranks(grid, lambda _, mine: next(left).flat(mine), per_id)
-        return _TableLookup.apply(weight, call, samples, start)
-
-
-def _in_range(lookup: Lookup, own: Iterable[LocalBags | Fault]) -> list[LocalBags | Fault]:
-    """The batch of each rank present, or what is wrong with it."""
-    found: list[LocalBags | Fault] = []
-    for at, each in zip(ranks_present(lookup.grid), own, strict=True):
-        found.append(each)
-        if isinstance(each, Fault) or not each.ids.numel():
-            continue
-        low, high = torch.stack(torch.aminmax(each.ids)).tolist()
-        if low < 0 or high >= lookup.num_rows:
-            found[-1] = Fault(
-                f"index out of range in a table of {lookup.num_rows} rows: the ids of rank "
-                f"{lookup.grid.ranks[at]} run from {low} to {high}.",
-                IndexError,
-            )
-    return found
-
-
-class _TableLookup(UntracedFunction):
-    """`apply(weight, call, samples, start)`: the exchange of rows, and of gradients backward.
-
-    `start`, where it is given, has autograd call backward, whatever else requires grad.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        weight: ShardedTensor,
-        call: TableLookup,
-        samples: torch.Tensor | None,
-        start: torch.Tensor | None,
-    ) -> torch.Tensor:
-        ctx.call, ctx.weights = call, [[shard] for shard in call.shards()]
-        if ctx.needs_input_grad[2]:  # each one's gradient depends on the other
-            ctx.save_for_backward(weight, samples)
-        found = call.engine.rows(ctx.weights, call.batch.arrive(), False)
-        return one_tensor(call.lookup.grid, [rows for (rows,) in found])
-
-    @staticmethod
-    @differentiated_once("a sharded module")
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        call: TableLookup = ctx.call
-        with because(call.lookup.what, implicit=False):
-            lookups, found = call.engine.gradients(ctx.weights, call.batch.arrive(), [grad], False)
-        of_samples = None
-        if found is not None and ctx.needs_input_grad[2]:
-            of_samples = one_tensor(call.lookup.grid, found)
-        of_weight = _weight_gradient(ctx, lookups) if ctx.needs_input_grad[0] else None
-        return of_weight, None, of_samples, None
-
-
-def _weight_gradient(ctx: Any, lookups: list[Any]) -> torch.Tensor:
-    lookup: Lookup = ctx.call.lookup
-    tiling, grid, padding = lookup.weight._tiling, lookup.grid, lookup.padding_idx
-    numbers, values = [], []
-    for at, (shard,), queries in zip(ranks_present(grid), ctx.weights, lookups, strict=True):
-        rows, grads = torch.empty(0, dtype=torch.int64, device=shard.device), shard[:0]
-        if queries:
-            backend = serving(ctx.call.engine.backend, shard)
-            rows, grads = backend.row_gradient(shard, *queries[0])
-        if padding is not None:  # it has no gradient
-            start = 0 if lookup.split.dim else lookup.split.intervals[grid.ranks[at]][0]
-            keep = (rows != padding - start).nonzero().squeeze(1)
-            rows, grads = rows.index_select(0, keep), grads.index_select(0, keep)
-        numbers.append(rows)
-        values.append(grads)
-    if lookup.sparse:
-        layout = tiling.layout(lookup.weight.dtype)
-        rows = one_tensor(grid, numbers, sized=False)
-        return make_row_sparse(layout, rows, one_tensor(grid, values, sized=False), coalesced=True)
-    dense = [
-        torch.zeros_like(shard).index_copy_(0, rows, grads)
-        for (shard,), rows, grads in zip(ctx.weights, numbers, values, strict=True)
-    ]
-    local = local_of_shards(tiling, one_tensor(grid, dense, sized=False))
-    return ShardedTensor.over(local, tiling, like=lookup.weight)
-
-
-# -- on the requester ----------------------------------------------------------------------------
-
-
-def _pooled(
-    lookup: Lookup,
-    mode: str,
-    own: LocalBags,
-    kept: LocalBags,
-    rows: torch.Tensor,
-    weights: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The bags of the ids that count, from rows of all ids."""
-    if lookup.by_frequency:
-        rows = scaled_by_frequency(rows, own.ids)
-    if not rows.numel():  # a part of the graph too: other ranks wait for its backward
-        return rows.new_zeros(own.lengths.numel(), rows.shape[1]) + rows.sum()
-    flat = None if weights is None else kept.flat(weights)
-    places = torch.arange(rows.shape[0], device=rows.device) if kept.kept is None else kept.kept
-    starts = kept.lengths.cumsum(0) - kept.lengths
-    return F.embedding_bag(places, rows, starts, mode=mode, per_sample_weights=flat)
-
-
-def scaled_by_frequency(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The rows; their gradient is divided by the id's frequency in this rank's batch."""
-    if not ids.numel() or not rows.requires_grad:
-        return rows
-    factor = 1 / times(ids).to(rows.dtype).unsqueeze(1)
-    rows = rows.view_as(rows)
-    rows.register_hook(lambda grad: grad * factor)
-    return rows
-
-
-# -- max_norm ------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def _shorten(call: TableLookup, steps: list[RankStep], max_norm: float) -> None:
-    """Scale each row that any rank looks up to `max_norm`, in place."""
-    lookup, norm_type = call.lookup, call.lookup.norm_type
-    infinite, by_columns = math.isinf(norm_type), bool(lookup.split.dim)
-    shards, rows, parts = call.shards(), [], []
-    for step, shard in zip(steps, shards, strict=True):
-        asked = [request.query.ids for request in step.requests.values()]
-        rows.append(torch.cat([shard.new_empty(0, dtype=torch.int64), *asked]).unique())
-        held = shard.index_select(0, rows[-1]).abs()
-        parts.append(held.amax(1) if infinite and held.numel() else (held**norm_type).sum(1))
-    if by_columns:
-        # All ranks with columns have the same rows; a rank without any has to learn how many.
-        counts = [names.new_tensor([names.shape[0]]) for names in rows]
-        num_rows = int(combined(lookup.grid, counts, "max")[0])
-        parts = [part if part.shape[0] else part.new_zeros(num_rows) for part in parts]
-        parts = combined(lookup.grid, parts, "max" if infinite else "sum")
-    for names, shard, total in zip(rows, shards, parts, strict=True):
-        if names.numel():
-            norms = total if infinite else total ** (1 / norm_type)
-            factor = torch.where(norms > max_norm, max_norm / (norms + 1e-7), 1.0).to(shard.dtype)
-            shard[names] = shard[names] * factor.unsqueeze(1)
-
-
-# -- local batches -------------------------------------------------------------------------------
-# Bags in any form of `embedding_bag` become flat ids and a length per bag.
-
-
-def batch_fault(
-    ids: Any, offsets: Any, weights: Any, include_last_offset: bool, dtype: torch.dtype
-) -> str | None:
-    """What is wrong with a batch of bags of a table of `dtype`, if anything."""
-    if (fault := dtype_fault(ids, "ids")) is not None:
-        return fault
-    if weights is not None and not isinstance(weights, torch.Tensor):
-        return f"per_sample_weights are a tensor, found {type(weights).__name__}."
-    if weights is not None and weights.shape != ids.shape:
-        return f"per_sample_weights have shape {tuple(weights.shape)}, the ids {tuple(ids.shape)}."
-    if weights is not None and weights.dtype != dtype:
-        return f"per_sample_weights have dtype {weights.dtype}, the table {dtype}."
-    if ids.dim() == 2:
-        return None if offsets is None else "ids of two dims are one bag per row: no offsets."
-    if ids.dim() != 1:
-        return f"ids have one dim, with offsets, or two; found shape {tuple(ids.shape)}."
-    if offsets is None:
-        return "ids of one dim need offsets, of one dim too."
-    if (fault := dtype_fault(offsets, "offsets")) is not None:
-        return fault
-    if offsets.dim() != 1:
-        return f"offsets have one dim, found shape {tuple(offsets.shape)}."
-    return _offsets_fault(offsets, ids.numel(), include_last_offset)
-
-
-def _offsets_fault(offsets: torch.Tensor, num_ids: int, include_last_offset: bool) -> str | None:
-    if not offsets.numel():
-        if include_last_offset:
-            return "with include_last_offset there is at least one offset."
-        return f"there are {num_ids} ids but no bags." if num_ids else None
-    fault = offsets_fault(offsets, num_ids)
-    if fault is None and include_last_offset and int(offsets[-1]) != num_ids:
-        return f"the last offset is the number of ids, {num_ids}; found {int(offsets[-1])}."
-    return fault
-
-
-def lengths_of(
-    ids: torch.Tensor, offsets: torch.Tensor | None, include_last_offset: bool
-) -> torch.Tensor:
-    """How many ids each bag has. The batch has no fault."""
-    if ids.dim() == 2:
-        return torch.full((ids.shape[0],), ids.shape[1], dtype=torch.int64, device=ids.device)
-    assert offsets is not None, "ids of one dim come with offsets"
-    ends = offsets.long()
-    if not include_last_offset:
-        ends = torch.cat([ends, ends.new_tensor([ids.numel()])])
-    return ends.diff()
-
-
-def split_of(weight: ShardedTensor, what: str) -> DimSplit:
-    """How a weight is split; raises where a local batch cannot use it."""
-    tiling = weight._tiling
-    if tiling.split is None or len(tiling.shape) != 2:
-        raise UnsupportedError(
-            f"{what} needs a weight of two dims, split along one of them with one shard per rank; "
-            f"found shape {tiling.shape} and {tiling.spec}. Use reshard(spec) first."
-        )
-    return tiling.split
-
-
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """A table and the options of a lookup, checked."""
@@ -396,6 +104,30 @@ class Lookup:
     def num_rows(self) -> int:
         return self.weight._tiling.shape[0]
 
+    def shards(self) -> list[torch.Tensor]:
+        """The table's on the ranks present."""
+        return part_per_rank(self.grid, shards_of(self.weight._tiling, self.weight._local))
+
+    def per_rank(
+        self, read: Callable[..., LocalBags | str], *given: torch.Tensor | None
+    ) -> list[LocalBags | Fault]:
+        """What `read` makes of what each rank present is given, or what is wrong with it."""
+        columns = [part_per_rank(self.grid, x) for x in given]  # type: ignore[arg-type]
+        found: list[LocalBags | Fault] = []
+        for at, *mine in zip(ranks_present(self.grid), *columns, strict=True):
+            bags = read(*mine)
+            found.append(Fault(bags) if isinstance(bags, str) else bags)
+            if isinstance(bags, str) or not bags.ids.numel():
+                continue
+            low, high = torch.stack(torch.aminmax(bags.ids)).tolist()
+            if low < 0 or high >= self.num_rows:
+                found[-1] = Fault(
+                    f"index out of range in a table of {self.num_rows} rows: the ids of rank "
+                    f"{self.grid.ranks[at]} run from {low} to {high}.",
+                    IndexError,
+                )
+        return found
+
     def options(self) -> dict[str, Any]:
         """The options under the names of torch's functions, as constants."""
         return {
@@ -405,6 +137,211 @@ class Lookup:
             "scale_grad_by_freq": self.by_frequency,
             "sparse": bool(self.sparse),
         }
+
+
+def split_of(weight: ShardedTensor, what: str) -> DimSplit:
+    """How a weight is split; raises where a local batch cannot use it."""
+    tiling = weight._tiling
+    if tiling.split is None or len(tiling.shape) != 2:
+        raise UnsupportedError(
+            f"{what} needs a weight of two dims, split along one of them with one shard per rank; "
+            f"found shape {tiling.shape} and {tiling.spec}. Use reshard(spec) first."
+        )
+    return tiling.split
+
+
+def embedding(lookup: Lookup, ids: torch.Tensor) -> torch.Tensor:
+    """A row for each of a rank's ids."""
+    rows = _run(lookup, None, lookup.per_rank(_single_ids, ids))
+
+    def shaped(_: Coordinate, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if lookup.by_frequency:
+            rows = scaled_by_frequency(rows, ids.reshape(-1))
+        return rows.view(*ids.shape, rows.shape[-1])
+
+    return on_plain_ranks(lookup.grid, shaped, rows, ids)
+
+
+def embedding_bag(
+    lookup: Lookup,
+    mode: str,
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    include_last_offset: bool,
+) -> torch.Tensor:
+    """A row for each of a rank's bags, in any form that `F.embedding_bag` takes."""
+    read = functools.partial(_bags, lookup.weight.dtype, include_last_offset)
+    own = kept = lookup.per_rank(read, ids, offsets, weights)
+    padding = lookup.padding_idx
+    if padding is not None:
+        kept = [x if isinstance(x, Fault) else x.without(padding) for x in own]
+    shortened = padding is not None and lookup.max_norm is not None
+    if not (mode == "max" or lookup.by_frequency or shortened):
+        return _run(lookup, mode, kept, weights)
+    rows = _run(lookup, None, own, weights)
+    left: Any = iter(zip(own, kept, strict=True))  # without faults, which raise
+
+    def pooled(_: Coordinate, rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        mine, counting = next(left)
+        if lookup.by_frequency:
+            rows = scaled_by_frequency(rows, mine.ids)
+        if not rows.numel():  # a part of the graph too: other ranks wait for its backward
+            return rows.new_zeros(mine.lengths.numel(), rows.shape[1]) + rows.sum()
+        flat = counting.flat(*weights) if weights else None
+        places = counting.kept
+        if places is None:
+            places = torch.arange(rows.shape[0], device=rows.device)
+        starts = counting.lengths.cumsum(0) - counting.lengths
+        return F.embedding_bag(places, rows, starts, mode=mode, per_sample_weights=flat)
+
+    return on_plain_ranks(lookup.grid, pooled, rows, *([] if weights is None else [weights]))
+
+
+def scaled_by_frequency(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The rows; their gradient is divided by the id's frequency in this rank's batch."""
+    if not ids.numel() or not rows.requires_grad:
+        return rows
+    factor = 1 / times(ids).to(rows.dtype).unsqueeze(1)
+    rows = rows.view_as(rows)
+    rows.register_hook(lambda grad: grad * factor)
+    return rows
+
+
+def _run(
+    lookup: Lookup,
+    pooling: str | None,
+    own: Sequence[LocalBags | Fault],
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What the engine finds: pooled bags, or with `pooling=None` a row per id."""
+    weight, grid = lookup.weight, lookup.grid
+    engine = _engine(weight._tiling, pooling, weight.dtype, weight.grad_reduction == "mean")
+    train, weights_train = (
+        torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in (weight, weights)
+    )
+    per_id = None if pooling is None else weights
+    found = [
+        each
+        if isinstance(each, Fault)
+        else bags_of_one(
+            each.ids,
+            torch.ones_like(each.ids) if pooling is None else each.lengths,
+            None if weights is None else each.flat(weights).detach(),
+            weights_train=weights_train and pooling is not None,
+            needs_backward=train or weights_train,
+        )
+        for each, weights in zip(own, part_per_rank(grid, per_id), strict=True)  # type: ignore[arg-type]
+    ]
+    batch = PrefetchedBatch(engine.route, grid, found, None, f"{lookup.what}: ")
+    with because(lookup.what, implicit=False):
+        arrived = batch.arrive()
+        if lookup.max_norm is not None:
+            _shorten(lookup, arrived, lookup.max_norm)
+        # Every rank takes part in the exchange of gradients, or none does.
+        is_differentiated = torch.is_grad_enabled() and any_rank(arrived, NEEDS_BACKWARD)
+        start = _START if is_differentiated else None
+        samples = None
+        left: Any = iter(own)
+        if per_id is not None:
+            samples = on_plain_ranks(grid, lambda _, mine: next(left).flat(mine), per_id)
+        return _TableLookup.apply(lookup, engine, arrived, weight, samples, start)
+
+
+class _TableLookup(UntracedFunction):
+    """The exchange of rows, and of gradients backward.
+
+    `start`, where it is given, has autograd call backward, whatever else requires grad.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        lookup: Lookup,
+        engine: Engine,
+        batches: Sequence[RankBatch],
+        weight: ShardedTensor,
+        samples: torch.Tensor | None,
+        start: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.lookup, ctx.engine, ctx.batches = lookup, engine, batches
+        ctx.weights = [[shard] for shard in lookup.shards()]
+        if ctx.needs_input_grad[4]:  # each one's gradient depends on the other
+            ctx.save_for_backward(weight, samples)
+        found = engine.rows(ctx.weights, batches, False)
+        return one_tensor(lookup.grid, [rows for (rows,) in found])
+
+    @staticmethod
+    @differentiated_once("a sharded module")
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        lookup: Lookup = ctx.lookup
+        with because(lookup.what, implicit=False):
+            lookups, found = ctx.engine.gradients(ctx.weights, ctx.batches, [grad], False)
+        of_weight = of_samples = None
+        if found is not None and ctx.needs_input_grad[4]:
+            of_samples = one_tensor(lookup.grid, found)
+        if ctx.needs_input_grad[3]:
+            of_weight = _weight_gradient(lookup, ctx.engine, ctx.weights, lookups)
+        return None, None, None, of_weight, of_samples, None
+
+
+def _weight_gradient(
+    lookup: Lookup, engine: Engine, weights: Weights, lookups: list[Lookups]
+) -> torch.Tensor:
+    tiling, grid, padding = lookup.weight._tiling, lookup.grid, lookup.padding_idx
+    numbers, values = [], []
+    for at, (shard,), queries in zip(ranks_present(grid), weights, lookups, strict=True):
+        rows, grads = torch.empty(0, dtype=torch.int64, device=shard.device), shard[:0]
+        if queries:
+            backend = serving(engine.backend, shard)
+            rows, grads = backend.row_gradient(shard, *queries[0])
+        if padding is not None:  # it has no gradient
+            start = 0 if lookup.split.dim else lookup.split.intervals[grid.ranks[at]][0]
+            keep = (rows != padding - start).nonzero().squeeze(1)
+            rows, grads = rows.index_select(0, keep), grads.index_select(0, keep)
+        numbers.append(rows)
+        values.append(grads)
+    if lookup.sparse:
+        layout = tiling.layout(lookup.weight.dtype)
+        rows = one_tensor(grid, numbers, sized=False)
+        return make_row_sparse(layout, rows, one_tensor(grid, values, sized=False), coalesced=True)
+    dense = [
+        torch.zeros_like(shard).index_copy_(0, rows, grads)
+        for (shard,), rows, grads in zip(weights, numbers, values, strict=True)
+    ]
+    local = local_of_shards(tiling, one_tensor(grid, dense, sized=False))
+    return ShardedTensor.over(local, tiling, like=lookup.weight)
+
+
+# -- max_norm ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _shorten(lookup: Lookup, batches: Sequence[RankBatch], max_norm: float) -> None:
+    """Scale each row that any rank looks up to `max_norm`, in place."""
+    norm_type = lookup.norm_type
+    infinite, by_columns = math.isinf(norm_type), bool(lookup.split.dim)
+    shards, rows, parts = lookup.shards(), [], []
+    for batch, shard in zip(batches, shards, strict=True):
+        asked = [request.query.ids for request in batch.requests.values()]
+        rows.append(torch.cat([shard.new_empty(0, dtype=torch.int64), *asked]).unique())
+        held = shard.index_select(0, rows[-1]).abs()
+        parts.append(held.amax(1) if infinite and held.numel() else (held**norm_type).sum(1))
+    if by_columns:
+        # All ranks with columns have the same rows; a rank without any has to learn how many.
+        counts = [names.new_tensor([names.shape[0]]) for names in rows]
+        num_rows = int(combined(lookup.grid, counts, "max")[0])
+        parts = [part if part.shape[0] else part.new_zeros(num_rows) for part in parts]
+        parts = combined(lookup.grid, parts, "max" if infinite else "sum")
+    for names, shard, total in zip(rows, shards, parts, strict=True):
+        if names.numel():
+            norms = total if infinite else total ** (1 / norm_type)
+            factor = torch.where(norms > max_norm, max_norm / (norms + 1e-7), 1.0).to(shard.dtype)
+            shard[names] = shard[names] * factor.unsqueeze(1)
+
+
+# -- local batches -------------------------------------------------------------------------------
+# Bags in any form of `embedding_bag` become flat ids and a length per bag.
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,36 +369,52 @@ class LocalBags:
 _NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-def _flat_ids(ids: torch.Tensor) -> torch.Tensor:
-    return ids.detach().reshape(-1).long()
+def _single_ids(ids: Any) -> LocalBags | str:
+    """Ids without bags, or what is wrong with them."""
+    return dtype_fault(ids, "ids") or LocalBags(ids.detach().reshape(-1).long(), _NOTHING)
 
 
-@dataclass(frozen=True, slots=True)
-class BagBatch:
-    """The bags of all ranks present, in any form that `F.embedding_bag` takes."""
-
-    ids: torch.Tensor
-    offsets: torch.Tensor | None
-    weights: torch.Tensor | None
-    include_last_offset: bool
-    mode: str
-    #: That of the table.
-    dtype: torch.dtype
-
-    def per_rank(self, grid: Grid) -> list[LocalBags | Fault]:
-        given = (self.ids, self.offsets, self.weights)
-        columns = [part_per_rank(grid, x) for x in given]  # type: ignore[arg-type]
-        return list(map(self._of_rank, *columns))
-
-    def _of_rank(
-        self, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
-    ) -> LocalBags | Fault:
-        if isinstance(ids, torch.Tensor) and isinstance(offsets, torch.Tensor):
-            ids, offsets = promoted(ids, offsets)
-        fault = batch_fault(ids, offsets, weights, self.include_last_offset, self.dtype)
-        if fault is not None:
-            return Fault(fault)
-        return LocalBags(_flat_ids(ids), lengths_of(ids, offsets, self.include_last_offset))
+def _bags(
+    dtype: torch.dtype, include_last_offset: bool, ids: Any, offsets: Any, weights: Any
+) -> LocalBags | str:
+    """The bags of a rank, for a table of `dtype`; or what is wrong with them."""
+    if isinstance(ids, torch.Tensor) and isinstance(offsets, torch.Tensor):
+        ids, offsets = promoted(ids, offsets)
+    if (fault := dtype_fault(ids, "ids")) is not None:
+        return fault
+    if weights is not None and not isinstance(weights, torch.Tensor):
+        return f"per_sample_weights are a tensor, found {type(weights).__name__}."
+    if weights is not None and weights.shape != ids.shape:
+        return f"per_sample_weights have shape {tuple(weights.shape)}, the ids {tuple(ids.shape)}."
+    if weights is not None and weights.dtype != dtype:
+        return f"per_sample_weights have dtype {weights.dtype}, the table {dtype}."
+    flat = ids.detach().reshape(-1).long()
+    if ids.dim() == 2:
+        if offsets is not None:
+            return "ids of two dims are one bag per row: no offsets."
+        num_bags, each = ids.shape
+        return LocalBags(flat, torch.full((num_bags,), each, dtype=torch.int64, device=ids.device))
+    if ids.dim() != 1:
+        return f"ids have one dim, with offsets, or two; found shape {tuple(ids.shape)}."
+    if offsets is None:
+        return "ids of one dim need offsets, of one dim too."
+    if (fault := dtype_fault(offsets, "offsets")) is not None:
+        return fault
+    if offsets.dim() != 1:
+        return f"offsets have one dim, found shape {tuple(offsets.shape)}."
+    num_ids = ids.numel()
+    if not offsets.numel() and include_last_offset:
+        return "with include_last_offset there is at least one offset."
+    if not offsets.numel() and num_ids:
+        return f"there are {num_ids} ids but no bags."
+    if (fault := offsets_fault(offsets, num_ids)) is not None:
+        return fault
+    ends = offsets.long()
+    if not include_last_offset:
+        ends = torch.cat([ends, ends.new_tensor([num_ids])])
+    elif int(ends[-1]) != num_ids:
+        return f"the last offset is the number of ids, {num_ids}; found {int(ends[-1])}."
+    return LocalBags(flat, ends.diff())
 
 
 # -- compile -------------------------------------------------------------------------------------

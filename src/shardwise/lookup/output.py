@@ -1,0 +1,174 @@
+"""The output of a lookup from the rows that arrived, and its gradient in the form of those rows.
+
+Columns from several ranks are concatenated. Where rows of a table are on several ranks, pooled
+results are partial sums, which are added; unpooled, each row goes to the position of its id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise._torch.functions import foreach_mul
+from shardwise.lookup.ids import edges_of, repeated, segment_sums
+from shardwise.lookup.messages import RankBatch, SplitIds
+from shardwise.lookup.routing import OutputPiece, Route, RowGroup
+from shardwise.lookup.scratch import Lent
+
+
+def assemble_output(
+    batch: RankBatch, flat: torch.Tensor, local: dict[int, torch.Tensor], joined: bool
+) -> list[torch.Tensor]:
+    """One tensor per feature, or one with all of them side by side, from the received rows."""
+    route, counts = batch.route, batch.num_rows
+    by_strips = joined and route.has_strips
+    whole = flat.new_empty(int(counts[0]), sum(route.dims)) if by_strips else flat
+    parts: list[Any] = [None] * len(route.columns.widths)
+    for piece, found in batch.by_piece(flat.split(batch.of_rows.wanted), local):
+        rows = [each.view(-1, piece.width) for each in found]
+        if by_strips:
+            _rows_of(batch, piece, rows, out=piece.strip_of(whole))
+            continue
+        split = _rows_of(batch, piece, rows).split(counts[piece.features].tolist())
+        parts[piece.parts] = split
+    in_order = () if by_strips else route.columns.in_order(parts)
+    if joined:
+        whole = whole if by_strips else torch.cat(in_order, 1)
+        _average(batch, [whole], joined)
+        return [whole]
+    outputs = [
+        in_order[mine.start] if mine.stop - mine.start == 1 else torch.cat(in_order[mine], 1)
+        for mine in route.columns.of_feature
+    ]
+    _average(batch, outputs, joined)
+    repeats = batch.repeats
+    return outputs if repeats is None else repeats.spread(outputs)
+
+
+def _rows_of(
+    batch: RankBatch,
+    piece: OutputPiece,
+    found: Sequence[torch.Tensor],
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The rows of a piece from those of its blocks, in `out` or perhaps in the first of these."""
+    if isinstance(piece, RowGroup) and batch.sums(piece):
+        total = found[0]
+        for more in found[1:-1]:
+            total.add_(more)
+        last, out = found[-1], total if out is None else out
+        return torch.add(total.view(out.shape), last.view(out.shape), out=out)
+    rows = found[0]
+    if isinstance(piece, RowGroup):
+        split, rows = batch.split[piece.group], torch.cat(list(found))
+        rows = _pooled_here(split, rows) if batch.route.pooled else split.in_batch(rows)
+    return rows if out is None else out.copy_(rows.view(out.shape))
+
+
+def _pooled_here(split: SplitIds, rows: torch.Tensor) -> torch.Tensor:
+    """The sums of bags, from a row for each id; see Note [Rows instead of sums]."""
+    return segment_sums(rows, split.places, edges_of(split.bag_lengths), split.bag_weights)
+
+
+def _spread_out(split: SplitIds, grad: torch.Tensor) -> torch.Tensor:
+    """The gradients of bags as those of the rows that `_pooled_here` sums, in their order."""
+    once, order = split.once, split.order if split.once is None else split.once.order
+    bags = repeated(split.bag_lengths, order.shape[0]).index_select(0, order)
+    if once is not None:
+        weights = split.bag_weights
+        return segment_sums(grad, bags, once.starts, None if weights is None else weights[order])
+    rows = grad.index_select(0, bags)
+    return rows if split.weights is None else rows.mul_(split.weights.to(rows.dtype).unsqueeze(1))
+
+
+def flatten_gradients(
+    batch: RankBatch,
+    grads: Sequence[torch.Tensor | None],
+    scale: float,
+    joined: bool,
+    scratch: Lent,
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """The gradients of received rows, flat as those came, and of local rows by stack."""
+    if batch.repeats is not None:
+        grads = batch.repeats.summed(grads)
+    route, counts, device = batch.route, batch.num_rows, batch.bags.values.device
+    flat = scratch.numbers(sum(batch.of_rows.wanted), route.dtype, device)
+    own = {
+        block.stack: flat.new_empty(batch.own_requests[block.stack].query.num_bags, block.width)
+        for block in route.local_blocks[batch.rank]
+    }
+    there = _of_sums(batch, grads, joined)
+    copy = _copy_of_gradients(route, there, scale, joined)
+    for piece, targets in batch.by_piece(flat.split(batch.of_rows.wanted), own):
+        first, *others = (target.view(-1, piece.width) for target in targets)
+        if not isinstance(piece, RowGroup) or batch.sums(piece):
+            copy(piece, first)
+            for target in others:  # owners of other rows get the same
+                target.copy_(first)
+            continue
+        rows = flat.new_empty(int(counts[piece.features].sum()), piece.width)
+        copy(piece, rows)
+        split = batch.split[piece.group]
+        rows = _spread_out(split, rows) if route.pooled else rows.index_select(0, split.order)
+        each = [first, *others]
+        for target, part in zip(each, rows.split([len(x) for x in each]), strict=True):
+            target.copy_(part)
+    return flat, own
+
+
+def _of_sums(
+    batch: RankBatch, grads: Sequence[torch.Tensor | None], joined: bool
+) -> list[torch.Tensor]:
+    """Gradients of the outputs as those of sums; zeros for missing ones."""
+    route, counts, dims = batch.route, batch.num_rows.tolist(), batch.route.dims
+    if joined:
+        counts, dims = counts[:1], [sum(dims)]
+    nothing = torch.zeros((), dtype=route.dtype, device=batch.bags.values.device)
+    there = [
+        nothing.expand(num, dim) if grad is None else grad
+        for num, dim, grad in zip(counts, dims, grads, strict=True)
+    ]
+    for place in {0} if joined and route.means else route.means:
+        there[place] = there[place].clone()
+    _average(batch, there, joined)
+    return there
+
+
+def _copy_of_gradients(
+    route: Route, grads: Sequence[torch.Tensor], scale: float, joined: bool
+) -> Callable[[OutputPiece, torch.Tensor], None]:
+    """A function that copies the gradients of a piece, times `scale`."""
+    columns = route.columns
+    if joined and route.has_strips:
+
+        def copy_strip(piece: OutputPiece, rows: torch.Tensor) -> None:
+            of_features = piece.strip_of(grads[0])
+            torch.mul(of_features, scale, out=rows.view(of_features.shape))
+
+        return copy_strip
+    of_outputs = [slice(None)] if joined else columns.of_feature
+    in_order: list[torch.Tensor] = []
+    for grad, mine in zip(grads, of_outputs, strict=True):
+        in_order += grad.split(columns.widths[mine], dim=1)
+    parts = columns.numbered(in_order)
+
+    def copy(piece: OutputPiece, rows: torch.Tensor) -> None:
+        torch.cat(parts[piece.parts], out=rows)
+        if scale != 1:
+            rows.mul_(scale)
+
+    return copy
+
+
+def _average(batch: RankBatch, outputs: Sequence[torch.Tensor], joined: bool) -> None:
+    """Divide the bags of features with mean pooling by their lengths, in place."""
+    means = batch.route.means
+    if not means:
+        return
+    per_feature = outputs[0].split(batch.route.dims, dim=1) if joined else outputs
+    lengths = [batch.bags.lengths_of(feature) for feature in means]
+    factors = torch.cat(lengths).clamp(min=1).to(torch.float64).reciprocal_().to(outputs[0].dtype)
+    parts = factors.unsqueeze(1).split([length.shape[0] for length in lengths])
+    foreach_mul([per_feature[feature] for feature in means], list(parts))
