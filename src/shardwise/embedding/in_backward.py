@@ -15,7 +15,14 @@ from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding.stacks import Stacks, states_like, whole_of
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
-from shardwise.lookup.backends.backend import Backend, Lookups, Query, serving, update_stacks
+from shardwise.lookup.backends.backend import (
+    Backend,
+    Lookups,
+    Query,
+    Rows,
+    serving,
+    update_stacks,
+)
 from shardwise.lookup.backends.registry import backend_of_copies
 from shardwise.lookup.exchange import combined
 from shardwise.lookup.optimizers import (
@@ -166,18 +173,16 @@ class InBackward:
             for place, mine in enumerate(self._columns.stacks)
         ]
         for place, squares in enumerate(self._columns.mean_squares(found)):
-            for k, (rows, values, _) in found[place].items():
+            for k, (rows, values) in found[place].items():
                 factors = self.settings.row_factors(rows, squares[k], self._states[place][k])
                 add_distinct_rows(self.stacks.weights[place][k], rows, values, factors)
         return self._columns.stacks
 
-    def _gradients(
-        self, place: int, stack: int, lookups: list[tuple[Query, torch.Tensor]]
-    ) -> RowGradients:
+    def _gradients(self, place: int, stack: int, lookups: list[tuple[Query, torch.Tensor]]) -> Rows:
         weight = self.stacks.weights[place][stack]
         rows, values = serving(self._backend, weight).row_gradient(weight, *_joined(lookups))
         self.settings.decay(weight, rows, values)
-        return RowGradients(rows, values, torch.linalg.vector_norm(values, dim=1).square_())
+        return rows, values
 
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace the state by what `fn` returns for it, such as a copy in another dtype."""
@@ -317,14 +322,6 @@ def _joined(lookups: list[tuple[Query, torch.Tensor]]) -> tuple[Query, torch.Ten
 # cannot know those rows, so all ranks send a number for each row of the table.
 
 
-class RowGradients(NamedTuple):
-    """The rows of a stack that have a gradient, and the squares of the gradients' norms."""
-
-    rows: torch.Tensor
-    values: torch.Tensor
-    squares: torch.Tensor
-
-
 class SharedColumns:
     """Which tables have their columns on several ranks; computed once."""
 
@@ -350,56 +347,44 @@ class SharedColumns:
         self._known, self._dense = split & everywhere, split & ~everywhere
         self._first = np.cumsum([0, *(heights * self._dense)])
 
-    def mean_squares(
-        self, found: Sequence[dict[int, RowGradients]]
-    ) -> list[dict[int, torch.Tensor]]:
+    def mean_squares(self, found: Sequence[dict[int, Rows]]) -> list[dict[int, torch.Tensor]]:
         """Per rank present and stack, the mean squares of whole rows."""
         assert self._stacks.grid is not None, "columns are split over a mesh"
         parts = [self._in_tables(place, each) for place, each in enumerate(found)]
         with because("squares of rows split by columns", implicit=False):
-            totals = combined(self._stacks.grid, [part.sent for part in parts])
-        means = []
-        for part, total, each in zip(parts, totals, found, strict=True):
-            part.squares[part.known] = total[: part.known.shape[0]]
-            part.squares[part.dense] = total[part.known.shape[0] :].index_select(0, part.at)
-            sizes = [of_stack.rows.shape[0] for of_stack in each.values()]
-            squares = part.squares.div_(part.dims).split(sizes)
-            means.append(dict(zip(each, squares, strict=True)))
-        return means
+            totals = combined(self._stacks.grid, [sent for sent, _ in parts])
+        return [means(total) for (_, means), total in zip(parts, totals, strict=True)]
 
-    def _in_tables(self, place: int, found: dict[int, RowGradients]) -> _RankSquares:
-        """The numbers that a rank sends, in the order of tables, which is the same on all ranks."""
-        stacks, device = self._stacks, self._stacks.device
+    def _in_tables(
+        self, place: int, found: dict[int, Rows]
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], dict[int, torch.Tensor]]]:
+        """The squares that a rank sends, in the order of tables, which is the same on all ranks;
+        and what makes the means of each stack's rows from all ranks' sums of them."""
+        device = self._stacks.device
         nothing = torch.empty(0, dtype=torch.int64, device=device)
-        tables, rows = [nothing], [nothing]
-        for k, of_stack in found.items():
+        tables, rows, norms = [nothing], [nothing], [nothing.to(self._stacks.dtype)]
+        for k, (numbers, values) in found.items():
             bases = torch.from_numpy(self._bases[place][k]).to(device)
-            at = torch.searchsorted(bases, of_stack.rows, right=True) - 1
+            at = torch.searchsorted(bases, numbers, right=True) - 1
             tables.append(torch.from_numpy(self._tables[place][k]).to(device)[at])
-            rows.append(of_stack.rows - bases[at])
-        table, row = torch.cat(tables), torch.cat(rows)
-        squares = [torch.empty(0, dtype=stacks.dtype, device=device)]
-        given = torch.cat([*squares, *(of_stack.squares for of_stack in found.values())])
+            rows.append(numbers - bases[at])
+            norms.append(torch.linalg.vector_norm(values, dim=1))
+        table, row, squares = torch.cat(tables), torch.cat(rows), torch.cat(norms).square_()
         order = torch.sort(table, stable=True).indices
         is_known, is_dense, first, dims = (
             torch.from_numpy(numbers).to(device)
             for numbers in (self._known, self._dense, self._first, self._dims)
         )
+        # Rows that all ranks know, and rows of tables that are sent whole, with their places there.
         known = order[is_known[table[order]]]
         dense = is_dense[table].nonzero().view(-1)
         at = first[table[dense]] + row[dense]
-        whole = given.new_zeros(int(self._first[-1])).index_copy_(0, at, given[dense])
-        return _RankSquares(given, torch.cat([given[known], whole]), known, dense, at, dims[table])
+        whole = squares.new_zeros(int(self._first[-1])).index_copy_(0, at, squares[dense])
 
+        def means(total: torch.Tensor) -> dict[int, torch.Tensor]:
+            squares[known] = total[: known.shape[0]]
+            squares[dense] = total[known.shape[0] :].index_select(0, at)
+            sizes = [numbers.shape[0] for numbers, _ in found.values()]
+            return dict(zip(found, squares.div_(dims[table]).split(sizes), strict=True))
 
-class _RankSquares(NamedTuple):
-    """The squares of a rank's rows, the ones that it sends, and their positions."""
-
-    squares: torch.Tensor
-    sent: torch.Tensor
-    #: Rows that all ranks know, in the order in which they are sent.
-    known: torch.Tensor
-    #: Rows of tables that are sent whole, and their places there.
-    dense: torch.Tensor
-    at: torch.Tensor
-    dims: torch.Tensor
+        return torch.cat([squares[known], whole]), means
