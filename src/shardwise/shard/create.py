@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.agreement import Fault, agree, gather_texts, joint_error
+from shardwise.comm.agreement import Fault, agreeing, gather_texts, joint_error
 from shardwise.comm.watch import because
 from shardwise.core.mesh import Grid
 from shardwise.dtensor.create import shape_of
@@ -60,15 +60,10 @@ def shard_tensor(
     """
     if is_outside(process_group):
         return place_tensor(tensor, sharding_spec, src_rank, process_group, grad_reduction)
-    problem: Exception | None = None
-    try:
+    with agreeing(group_grid(process_group), "shard_tensor") as request:
+        request += [describe_tensor("the tensor", tensor, sharding_spec), f"src_rank={src_rank}"]
         check_shardable(tensor, "the tensor", sharding_spec, src_rank, process_group)
         check_grad_reduction(grad_reduction)
-    except Exception as error:  # of any kind: the other ranks wait for this one
-        problem = error
-    grid = group_grid(process_group)
-    request = describe_tensor("the tensor", tensor, sharding_spec)
-    agree(grid, "shard_tensor", f"{request}\nsrc_rank={src_rank}", problem)
     return place_tensor(tensor, sharding_spec, src_rank, process_group, grad_reduction)
 
 
