@@ -296,8 +296,10 @@ class RankBatch:
             found[0] += lengths
             found[1] += self._shifted(block, ids)
             found[2] += weights
-        nothing = torch.empty(0, dtype=self.route.id_dtype, device=self.bags.values.device)
-        return torch.cat([nothing, *found[0], *found[1], *found[2]])
+        pieces = [*found[0], *found[1], *found[2]]
+        if pieces:
+            return torch.cat(pieces)
+        return torch.empty(0, dtype=self.route.id_dtype, device=self.bags.values.device)
 
     def _shifted(self, block: LegBlock, ids: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         more = block.shifts - self.route.shifts[block.features]
@@ -322,19 +324,20 @@ class RankBatch:
         self.requests, self.own_requests = self._incoming.requests(message), own.requests(self._own)
         widths = [stack.width for stack in route.tiling.stacks[self.rank]]
         given = {k: [n * widths[k] for n in each.num_rows] for k, each in self.requests.items()}
-        wanted = [
-            block.width * (self.num_bags[block.features].sum() if self.sums(block) else num)
-            for block, num in zip(route.all_blocks, self._ids_to_blocks(), strict=True)
-        ]
-        self.of_rows = Counts(given, list(map(int, wanted)))
+        wanted = [self._rows_of(block) * block.width for block in route.all_blocks]
+        self.of_rows = Counts(given, wanted)
 
     def of_ids(self) -> Counts:
         """The numbers of an exchange of one for each id."""
         given = {k: each.num_ids for k, each in self.requests.items()}
-        return Counts(given, self._ids_to_blocks())
+        blocks = self.route.all_blocks
+        return Counts(given, [self._ids_of(block, self.by_id[block.group]) for block in blocks])
 
-    def _ids_to_blocks(self) -> list[int]:
-        return [self._ids_of(block, self.by_id[block.group]) for block in self.route.all_blocks]
+    def _rows_of(self, block: LegBlock) -> int:
+        """How many rows come back from a block."""
+        if self.sums(block):
+            return int(self.num_bags[block.features].sum())
+        return self._ids_of(block, self.by_id[block.group])
 
     def sums(self, piece: OutputPiece) -> bool:
         """Whether each owner returns a row for each bag, not one for each id."""
@@ -394,22 +397,19 @@ class Incoming:
         self._route, self._blocks, self._notes = route, blocks, notes
         #: Per block, whether rows are returned instead of sums.
         self._alone = [by_id[block.group] for block in blocks]
-        self._counts = self._announced()
-
-    def _announced(self) -> np.ndarray:
-        """Per requesting rank, kind and block: integers of lengths, ids and weights."""
-        route, notes, num = self._route, self._notes, len(self._blocks)
-        found = np.zeros((len(notes), 3, num), dtype=np.int64)
-        lengths, ids, weights = found.swapaxes(0, 1)
-        ids[:] = notes[:, route.num_features : route.num_features + num]
-        weights[:] = ids * (notes[:, -1:] & WEIGHTED) * route.weight_ints
-        for place, block in enumerate(self._blocks):
+        num, first, more = len(blocks), route.num_features, route.max_blocks
+        #: Per requesting rank, kind and block: integers of lengths, ids and weights.
+        self._counts = np.zeros((len(notes), 3, num), dtype=np.int64)
+        lengths, ids, weights = self._counts.swapaxes(0, 1)
+        is_weighted = (notes[:, -1] & WEIGHTED) // WEIGHTED
+        for place, block in enumerate(blocks):
             if self._alone[place]:
-                ids[:, place] = notes[:, route.num_features + route.max_blocks + place]
-                weights[:, place] = 0
-            elif route.pooled:
+                ids[:, place] = notes[:, first + more + place]
+                continue
+            ids[:, place] = notes[:, first + place]
+            weights[:, place] = ids[:, place] * is_weighted * route.weight_ints
+            if route.pooled:
                 lengths[:, place] = notes[:, block.features].sum(1)
-        return found
 
     def sizes(self) -> list[int]:
         """How many integers arrive from each rank."""
@@ -442,40 +442,25 @@ class Incoming:
             )
             kinds = [int(self._alone[place]) for place in mine]
             num_rows = counts[:, kinds, mine].sum(1).tolist()
-            runs = self._runs(mine)
+            num_bags, *rows = zip(*map(self._run, mine), strict=True)
+            runs = Runs(np.concatenate(num_bags, 1), *map(np.concatenate, rows))
         if (self._notes[:, -1] & WEIGHTED).any():
             bits = [pieces[at + 2 * num] for at, _ in each]
-            weights = _weights(route, list(zip(bits, ids, strict=True)))
+            weights = torch.cat(list(map(self._weights, bits, ids)))
         return StackRequest(Query(torch.cat(ids), lengths, weights, runs), num_rows, num_ids)
 
-    def _runs(self, mine: Sequence[int]) -> Runs:
-        """Which bags look up which table. Tables of a block where each id is a bag count as one."""
-        num_bags, first_row, num_rows = [], [], []
-        for place in mine:
-            block = self._blocks[place]
-            if self._alone[place]:
-                num_bags.append(self._counts[:, 1, place, None])
-                first_row.append(block.first_row[:1])
-                num_rows.append(block.first_row[-1:] + block.num_rows[-1:] - block.first_row[:1])
-            else:
-                num_bags.append(self._notes[:, block.features])
-                first_row.append(block.first_row)
-                num_rows.append(block.num_rows)
-        rows = np.concatenate(first_row), np.concatenate(num_rows)
-        return Runs(np.concatenate(num_bags, 1), *rows)
+    def _run(self, place: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of a block, as in `Runs`. Where each id is a bag, its tables count as one."""
+        block = self._blocks[place]
+        if not self._alone[place]:
+            return self._notes[:, block.features], block.first_row, block.num_rows
+        first, end = block.first_row[:1], block.first_row[-1:] + block.num_rows[-1:]
+        return self._counts[:, 1, place, None], first, end - first
 
-
-def _weights(
-    route: Route, bits_and_ids: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> torch.Tensor:
-    """The weights of ids; ones where none are given."""
-    dtype, size = route.weight_dtype, route.weight_ints
-    return torch.cat(
-        [
-            torch.ones(ids.shape[0], dtype=dtype, device=ids.device)
-            if bits.shape[0] != ids.shape[0] * size
-            # Wider numbers are only read where their memory is aligned.
-            else bits.to(torch.int32, copy=size > 1).view(dtype)
-            for bits, ids in bits_and_ids
-        ]
-    )
+    def _weights(self, bits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The weights of ids; ones where none are given."""
+        dtype, size = self._route.weight_dtype, self._route.weight_ints
+        if bits.shape[0] != ids.shape[0] * size:
+            return torch.ones(ids.shape[0], dtype=dtype, device=ids.device)
+        # Wider numbers are only read where their memory is aligned.
+        return bits.to(torch.int32, copy=size > 1).view(dtype)

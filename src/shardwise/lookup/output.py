@@ -112,8 +112,8 @@ def flatten_gradients(
         copy(piece, rows)
         split = batch.split[piece.group]
         rows = _spread_out(split, rows) if route.pooled else rows.index_select(0, split.order)
-        each = [first, *others]
-        for target, part in zip(each, rows.split([len(x) for x in each]), strict=True):
+        sizes = [target.shape[0] for target in (first, *others)]
+        for target, part in zip((first, *others), rows.split(sizes), strict=True):
             target.copy_(part)
     return flat, own
 
