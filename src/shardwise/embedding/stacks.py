@@ -144,9 +144,8 @@ class Stacks:
         for place, (rank, part) in enumerate(zip(self.ranks, parts, strict=True)):
             shard = self.tiling.shard_on(number, rank)
             if shard is not None:
-                stack = self.weights[place][shard.stack]
-                start = stack.data_ptr() + shard.base * shard.width * stack.element_size()
-                if part.data_ptr() != start or part.dtype != stack.dtype:
+                view = self.rows(place, shard)
+                if part.data_ptr() != view.data_ptr() or part.dtype != view.dtype:
                     return False
         return True
 

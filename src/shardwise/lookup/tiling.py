@@ -44,11 +44,15 @@ class TableShard:
 class Stack:
     """Shards of one width on one rank, concatenated; `replicated` ones are whole on every rank."""
 
+    replicated: bool
     width: int
-    num_rows: int
     #: (table, its shard), in the order of rows.
     shards: tuple[tuple[int, TableShard], ...]
-    replicated: bool
+
+    @property
+    def num_rows(self) -> int:
+        last = self.shards[-1][1]
+        return last.base + last.num_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,24 +133,17 @@ def make_tiling(
     in_order = sorted(enumerate(zip(tables, splits, strict=True)), key=lambda each: groups[each[0]])
     for rank in range(num_ranks):
         found: dict[tuple[bool, int], list[tuple[int, TableShard]]] = {}
-        heights: dict[tuple[bool, int], int] = {}
-        places: dict[tuple[bool, int], int] = {}
         for number, (table, split) in in_order:
             rows, columns = _extent(table, split, rank)
             if rows[0] == rows[1] or columns[0] == columns[1]:
                 continue
             key = (split.replicated, columns[1] - columns[0])
-            place = places.setdefault(key, len(places))
-            shard = TableShard(rank, rows, columns, place, heights.get(key, 0))
-            found.setdefault(key, []).append((number, shard))
-            heights[key] = shard.base + shard.num_rows
+            members = found.setdefault(key, [])
+            base = members[-1][1].base + members[-1][1].num_rows if members else 0
+            shard = TableShard(rank, rows, columns, list(found).index(key), base)
+            members.append((number, shard))
             shards[number].append(shard)
-        stacks.append(
-            tuple(
-                Stack(key[1], heights[key], tuple(members), key[0])
-                for key, members in found.items()
-            )
-        )
+        stacks.append(tuple(Stack(*key, tuple(members)) for key, members in found.items()))
     return TableTiling(tuple(tables), tuple(splits), tuple(map(tuple, shards)), tuple(stacks))
 
 
