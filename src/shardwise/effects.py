@@ -69,7 +69,7 @@ from shardwise.simulation.ranks import one_tensor, part_per_rank
 
 #: The compilations that contain an op of this package.
 _compiling: weakref.WeakSet[Any] = weakref.WeakSet()
-#: Ops that inductor does not know yet; see `_keep_order`.
+#: Ops that inductor does not know yet, which may not be imported.
 _unordered: list[Any] = []
 
 
@@ -90,8 +90,12 @@ def check_place(what: str, instead: str) -> None:
     `instead` says what can be exported.
     """
     require_effects()
-    _keep_order()
-    _allow_caching()
+    while _unordered and is_imported():  # see Note [Order]
+        lower_in_order(_unordered.pop())
+    compilation = current_compilation()
+    if compilation is not None:  # see Note [Cached code]
+        _compiling.add(compilation)
+        let_decide(_OF_THIS_PACKAGE)
     if torch.compiler.is_exporting():
         raise UnsupportedError(
             f"torch.export of {what}: an exported graph cannot ask other ranks. Use torch.compile"
@@ -105,20 +109,6 @@ def check_place(what: str, instead: str) -> None:
         )
 
 
-def _keep_order() -> None:
-    """Have inductor keep calls of these ops in order, once it is imported; Note [Order]."""
-    while _unordered and is_imported():
-        lower_in_order(_unordered.pop())
-
-
-def _allow_caching() -> None:
-    """Let torch cache the code of the graph that is being traced; Note [Cached code]."""
-    context = current_compilation()
-    if context is not None:
-        _compiling.add(context)
-        _decide_caching()
-
-
 class _OfThisPackage:
     """True while a graph is compiled that holds an op of this package."""
 
@@ -126,9 +116,7 @@ class _OfThisPackage:
         return current_compilation() in _compiling
 
 
-@functools.cache
-def _decide_caching() -> None:
-    let_decide(_OfThisPackage())
+_OF_THIS_PACKAGE = _OfThisPackage()
 
 
 # -- effect op -----------------------------------------------------------------------------------
@@ -151,15 +139,11 @@ ALIGNED_BYTES = 16
 _declared: dict[str, EffectOp] = {}
 
 
-def _unchanged(known: Any, tensors: Any) -> Any:
-    return tensors
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class EffectOp:
     """Eager code as one op of a graph; see Note [Effect ops].
 
-    `known` is `decode(options, grid)` of the options of a call, which are JSON.
+    The functions get `known`: what `decode(options, grid)` makes of an encoded call.
     """
 
     name: str
@@ -174,7 +158,7 @@ class EffectOp:
     instead: str = ""
     decode: Callable[[Any, Grid | None], Any] = lambda options, grid: options
     #: `enter(known, inputs)`: from local tensors to the inputs of `run`.
-    enter: Callable[[Any, dict[str, torch.Tensor]], dict[str, torch.Tensor]] = _unchanged
+    enter: Callable[[Any, dict[str, torch.Tensor]], dict[str, Any]] = lambda known, inputs: inputs
     #: `gradient(known, input, *local tensors)`: the gradient of an input that is a DTensor.
     gradient: Callable[..., torch.Tensor] | None = None
     #: The input that stands for state such as tables that backward updates: the same on every rank,
@@ -184,30 +168,34 @@ class EffectOp:
     def __post_init__(self) -> None:
         _declared[self.name] = self
 
+    def encode(self, grid: Grid | None, options: dict[str, Any]) -> str:
+        """A call but for its tensors, on one device if `grid` is None; the options are JSON.
+
+        The text is the same in every process that runs this version of the package.
+        """
+        place = None if grid is None else encode_grid(grid)
+        return json.dumps([source_digest(), place, options])
+
     def __call__(
         self,
-        grid: Grid | None,
-        options: Any,
+        form: str,
         inputs: Mapping[str, torch.Tensor | None],
         *,
+        more: str = "{}",
         sizes: Sequence[Size] = (),
         row_sparse: bool = False,
         writes: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """The outputs, while a compiler traces. `grid` is None on one device.
+        """The outputs, while a compiler traces, of an encoded call with `more` options.
 
         `row_sparse`: the first input's gradient is. `writes`: the op writes to the first input.
         """
         check_place(self.what, self.instead)
         given = {name: x for name, x in inputs.items() if x is not None}
-        call = {
-            "what": self.name,
-            "code": source_digest(),
-            "grid": None if grid is None else encode_grid(grid),
-            "inputs": {name: _description(_local(x)) for name, x in given.items()},
-            "row_sparse": row_sparse,
-            "options": options,
-        }
+        descriptions = {name: _description(_local(x)) for name, x in given.items()}
+        if row_sparse:  # row ids and values
+            descriptions[next(iter(given))]["num_grads"] = 2
+        call = {"what": self.name, "form": form, "more": more, "inputs": descriptions}
         trains = torch.is_grad_enabled()
         return _Effect.apply(json.dumps(call), sizes, writes, trains, *given.values())
 
@@ -216,8 +204,9 @@ def _local(x: Any) -> torch.Tensor:
     return x._local if isinstance(x, DTensor) else x
 
 
-def _description(x: torch.Tensor) -> tuple[int, str, str]:
-    return x.dim(), str(x.dtype).removeprefix("torch."), x.device.type
+def _description(x: torch.Tensor) -> dict[str, Any]:
+    dtype = str(x.dtype).removeprefix("torch.")
+    return {"ndim": x.dim(), "dtype": dtype, "device": x.device.type, "num_grads": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,21 +214,16 @@ class _Call:
     """One call without its tensors."""
 
     op: EffectOp
-    known: Any
     grid: Grid | None
-    #: Number of dims, dtype and device of each input.
-    inputs: dict[str, tuple[int, str, str]]
-    row_sparse: bool
+    known: Any
+    #: Number of dims, dtype and device of each input, and of how many tensors a gradient consists.
+    inputs: dict[str, dict[str, Any]]
 
     def num_parts(self, name: str = "") -> int:
         """How many tensors an input or an output has: one per rank present."""
         if self.grid is None or name == self.op.handle:
             return 1
         return len(ranks_present(self.grid))
-
-    def num_grads(self, name: str) -> int:
-        """How many tensors a gradient consists of: one, or row ids and values."""
-        return 2 if self.row_sparse and name == next(iter(self.inputs)) else 1
 
     def parts(self, x: torch.Tensor, name: str = "") -> list[torch.Tensor]:
         return [x] if self.grid is None or name == self.op.handle else part_per_rank(self.grid, x)
@@ -261,12 +245,18 @@ def _next(items: Iterator[Any], num: int) -> list[Any]:
 def _decode(text: str) -> _Call:
     call = json.loads(text)
     op = _declared[call["what"]]
-    grid = None if call["grid"] is None else decode_grid(call["grid"])
-    known = op.decode(call["options"], grid)
-    return _Call(op, known, grid, call["inputs"], call["row_sparse"])
+    return _Call(op, *decode_call(op, call["form"], call["more"]), call["inputs"])
 
 
-world_caches.append(_decode.cache_clear)
+@functools.lru_cache(maxsize=1024)
+def decode_call(op: EffectOp, form: str, more: str = "{}") -> tuple[Grid | None, Any]:
+    """The mesh of an encoded call, and what is known of it."""
+    _, place, options = json.loads(form)
+    grid = None if place is None else decode_grid(place)
+    return grid, op.decode(options | json.loads(more), grid)
+
+
+world_caches.extend((_decode.cache_clear, decode_call.cache_clear))
 
 
 # -- while tracing -------------------------------------------------------------------------------
@@ -323,7 +313,8 @@ def _gradient(call: _Call, name: str, x: Any, found: Iterator[torch.Tensor]) -> 
     if not isinstance(x, DTensor):
         return call.joined(found, name)
     assert call.op.gradient is not None, "an op with DTensor inputs has a gradient function"
-    tensors = [call.joined(found, sized=False) for _ in range(call.num_grads(name))]
+    num = call.inputs[name]["num_grads"]
+    tensors = [call.joined(found, sized=False) for _ in range(num)]
     return call.op.gradient(call.known, x, *tensors)
 
 
@@ -469,16 +460,16 @@ def _fake_backward(
     call, left = _decode(text), iter(sizes)
     here = {grad.device.type: grad.device for grad in grads}
     results: list[torch.Tensor] = []
-    for (name, (ndim, dtype, kind)), need in zip(call.inputs.items(), needs, strict=True):
+    for (name, like), need in zip(call.inputs.items(), needs, strict=True):
         if not need:
             continue
-        device = here.get(kind, torch.device(kind))
-        shapes = [_next(left, ndim) for _ in range(call.num_parts(name))]
-        if call.num_grads(name) == 2:
+        device = here.get(like["device"], torch.device(like["device"]))
+        shapes = [_next(left, like["ndim"]) for _ in range(call.num_parts(name))]
+        if like["num_grads"] == 2:
             nums = [unknown_length(state_id) for _ in shapes]
             results += [torch.empty(num, dtype=torch.int64, device=device) for num in nums]
             shapes = [[num, *shape[1:]] for num, shape in zip(nums, shapes, strict=True)]
-        options: Any = {"dtype": getattr(torch, dtype), "device": device}
+        options: Any = {"dtype": getattr(torch, like["dtype"]), "device": device}
         results += [torch.empty(shape, **options) for shape in shapes]
     return results
 

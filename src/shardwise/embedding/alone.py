@@ -29,6 +29,7 @@ from shardwise.kernels.launch import is_captured
 from shardwise.kernels.lookup import Trace, pooled_lookup
 from shardwise.kernels.tables import IdBags, OutputRows, Records, TableSet, check_bags, first_bags
 from shardwise.lookup.backends.triton_kernels import step_rows
+from shardwise.lookup.exchange import FeatureBags
 from shardwise.lookup.messages import RankBatch
 from shardwise.lookup.optimizers import Adam
 from shardwise.lookup.prefetch import PrefetchedBatch
@@ -254,19 +255,19 @@ class OneRankBatch(PrefetchedBatch):
         if self.updated is not None:
             self.updated.num_steps -= 1
             self.updated = None
-        fault = None if self.is_captured else self._explain()
-        if fault is None:
+        fault = None if self.is_captured else self._bags()
+        if not isinstance(fault, Fault):
             fault = unfit(self._described(bag, at))
         raise joint_error("", {0: fault}, 1)
 
-    def _explain(self) -> Fault | None:
-        found = bags_of(
+    def _bags(self) -> FeatureBags | Fault:
+        weights = None if self.weights is None else self.weights.detach()
+        return bags_of(
             self.route.features,
-            self.batch,
+            self.batch.with_weights(weights),
             weights_train=self.weights_train,
             side_by_side=self.joined,
         )
-        return found if isinstance(found, Fault) else None
 
     def _described(self, bag: int, at: int) -> str:
         """The fault as the record describes it, for a batch that has been overwritten."""
@@ -292,14 +293,7 @@ class OneRankBatch(PrefetchedBatch):
 
     def _as_others(self) -> PrefetchedBatch:
         if self._general is None:
-            weights = None if self.weights is None else self.weights.detach()
-            found = bags_of(
-                self.route.features,
-                self.batch.with_weights(weights),
-                weights_train=self.weights_train,
-                side_by_side=self.joined,
-            )
-            self._general = PrefetchedBatch(self.route, self.grid, [found], self.weights)
+            self._general = PrefetchedBatch(self.route, self.grid, [self._bags()], self.weights)
         return self._general
 
 

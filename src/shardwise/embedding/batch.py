@@ -19,7 +19,7 @@ from shardwise.embedding.jagged import Jagged
 from shardwise.errors import ArgumentError, BatchError, IdRangeError, ShardwiseError
 from shardwise.lookup.exchange import FeatureBags, ranks_present
 from shardwise.lookup.ids import edges_of
-from shardwise.lookup.prefetch import OutsideBatch, PrefetchedBatch, unreadable
+from shardwise.lookup.prefetch import PrefetchedBatch, unreadable
 from shardwise.lookup.routing import Route
 from shardwise.lookup.tiling import Features
 from shardwise.simulation.ranks import is_per_rank, part_per_rank, parts_of
@@ -227,28 +227,34 @@ def prefetch_batch(
     `trouble` is a fault of the collection itself on this rank; all ranks will raise it.
     `tables_train`: whether backward may need the gradient of a table on this rank.
     """
+    num_here = 1 if grid is None or grid.outside else len(ranks_present(grid))
+
+    def refused(fault: Fault) -> PrefetchedBatch:
+        return PrefetchedBatch(route, grid, [fault] * num_here, None)
+
     jagged = _read(batch)
     if isinstance(jagged, Fault):
-        return _invalid_batch(route, grid, jagged)
+        return refused(jagged)
     if trouble is not None:
-        return _invalid_batch(route, grid, Fault(f"{trouble}.", ShardwiseError))
+        return refused(Fault(f"{trouble}.", ShardwiseError))
     if grid is None and _differs_between_ranks(jagged):
-        return _invalid_batch(route, grid, unfit(_ONE_BATCH))
+        return refused(unfit(_ONE_BATCH))
     weights = jagged._weights
     train = weights is not None and weights.requires_grad and may_train
     if alone is not None:
         checked = alone.prefetch(jagged, joined=side_by_side, train=train)
-        if isinstance(checked, Fault):
-            return _invalid_batch(route, grid, checked)
         if checked is not None:
-            return checked
-    options = {
-        "weights_train": train,
-        "needs_backward": train or tables_train,
-        "side_by_side": side_by_side,
-    }
-    found = [_checked(route, each, options) for each in _jagged_per_rank(grid, jagged)]
-    return _batch(route, grid, found, weights)
+            return refused(checked) if isinstance(checked, Fault) else checked
+
+    def bags(mine: Jagged) -> FeatureBags | Fault:
+        options = {"weights_train": train, "needs_backward": train or tables_train}
+        try:
+            return bags_of(route.features, mine, side_by_side=side_by_side, **options)
+        except Exception as error:
+            return unreadable(error)
+
+    found = map(bags, _jagged_per_rank(grid, jagged, num_here))
+    return PrefetchedBatch(route, grid, list(found), weights)
 
 
 def _read(batch: Any) -> Jagged | Fault:
@@ -256,13 +262,6 @@ def _read(batch: Any) -> Jagged | Fault:
         return Jagged.of(batch)
     except ArgumentError as error:
         return unfit(str(error).rstrip("."))
-    except Exception as error:
-        return unreadable(error)
-
-
-def _checked(route: Route, batch: Jagged, options: dict[str, bool]) -> FeatureBags | Fault:
-    try:
-        return bags_of(route.features, batch, **options)
     except Exception as error:
         return unreadable(error)
 
@@ -279,27 +278,10 @@ def _differs_between_ranks(batch: Jagged) -> bool:
     return any(is_per_rank(each) and len(parts_of(each)) > 1 for each in given)
 
 
-def _batch(
-    route: Route,
-    grid: Grid | None,
-    found: Sequence[FeatureBags | Fault],
-    weights: torch.Tensor | None = None,
-) -> PrefetchedBatch:
-    if grid is not None and grid.outside:
-        return OutsideBatch(route, None, found[:1], None)
-    return PrefetchedBatch(route, grid, found, weights)
-
-
-def _invalid_batch(route: Route, grid: Grid | None, fault: Fault) -> PrefetchedBatch:
-    here = 1 if grid is None or grid.outside else len(ranks_present(grid))
-    return _batch(route, grid, [fault] * here)
-
-
-def _jagged_per_rank(grid: Grid | None, batch: Jagged) -> list[Jagged]:
+def _jagged_per_rank(grid: Grid | None, batch: Jagged, num_here: int) -> list[Jagged]:
     weights = None if batch._weights is None else batch._weights.detach()
     tensors = (batch.values, batch.lengths, weights, batch.batch_sizes, batch.first)
     if grid is None or batch.problem is not None or not any(map(is_per_rank, tensors)):
-        batch = batch.with_weights(weights)
-        return [batch] * (1 if grid is None or grid.outside else len(ranks_present(grid)))
-    columns = [[x] * len(grid.ranks) if x is None else part_per_rank(grid, x) for x in tensors]
+        return [batch.with_weights(weights)] * num_here
+    columns = [[x] * num_here if x is None else part_per_rank(grid, x) for x in tensors]
     return [batch.replaced(*row) for row in zip(*columns, strict=True)]

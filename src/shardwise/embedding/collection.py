@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import collectives
-from shardwise.comm.agreement import agree
+from shardwise.comm.agreement import agreeing
 from shardwise.comm.watch import because
 from shardwise.core.mesh import Grid, grid_of
 from shardwise.core.untraced import breaks_graph
@@ -23,7 +23,6 @@ from shardwise.embedding.batch import prefetch_batch
 from shardwise.embedding.in_backward import InBackward
 from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.lookup import (
-    NOT_KNOWN,
     CollectionEngine,
     enroll,
     form_of,
@@ -46,7 +45,7 @@ from shardwise.lookup.backends.backend import Backend
 from shardwise.lookup.backends.registry import is_fused, make_backend
 from shardwise.lookup.ids import edges_of
 from shardwise.lookup.optimizers import FusedOptimizer
-from shardwise.lookup.prefetch import OutsideBatch, PrefetchedBatch
+from shardwise.lookup.prefetch import PrefetchedBatch
 from shardwise.lookup.routing import Route
 from shardwise.lookup.tiling import Table, TableTiling, checked_tables
 from shardwise.simulation.ranks import agreed, localize
@@ -210,13 +209,17 @@ class _Collection(nn.Module):
         memo[id(self)] = copied
         for name, value in self.__dict__.items():
             copied.__dict__[name] = copy.deepcopy(value, memo)
-        copied._handle, copied._known, copied._listed = enroll(copied), None, (None, [])
-        copied._alias_parameters()
+        copied._is_new()
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._handle, self._known, self._listed = enroll(self), None, (None, [])
+        self._is_new()
+
+    def _is_new(self) -> None:
+        """After it was copied or loaded."""
+        self._handle, self._form = enroll(self), self._output_form()
+        self._known, self._listed = None, (None, [])
         self._alias_parameters()
 
     def _alias_parameters(self) -> None:
@@ -314,15 +317,14 @@ class _Collection(nn.Module):
         exchange_dtype: torch.dtype | None,
     ) -> tuple[Plan, TableTiling, torch.dtype | None]:
         """The plan, its tiling and the dtype of exchanges, once all ranks agree on them."""
-        problem: Exception | None = None
         old = self._engine.stacks
         values = "no values (meta)" if old.device.type == "meta" else "values"
         updates = "no" if self._settings is None else repr(self._settings)
-        lines = [
-            f"{type(self).__name__}, grad_reduction={grad_reduction}",
-            f"{old.dtype}, {values}, {updates} updates in backward",
-        ]
-        try:
+        with agreeing(grid, "the plan of a collection") as lines:
+            lines += [
+                f"{type(self).__name__}, grad_reduction={grad_reduction}",
+                f"{old.dtype}, {values}, {updates} updates in backward",
+            ]
             if grad_reduction not in REDUCTIONS:
                 raise ArgumentError(f"grad_reduction is 'mean' or 'sum', found {grad_reduction!r}.")
             chosen = Plan.of(plan)
@@ -335,9 +337,6 @@ class _Collection(nn.Module):
                 f"{list(split.sizes)}, {table.pooling} of {', '.join(table.features)}"
                 for table, split in zip(self.tables, tiling.splits, strict=True)
             ]
-        except Exception as error:  # of any kind: the other ranks wait for this one
-            problem = error
-        agree(grid, "the plan of a collection", "\n".join(lines), problem)
         return chosen, tiling, sent
 
     def describe(self, *, batch_size: int = 2048, ids_per_bag: float = 1) -> str:
@@ -441,10 +440,10 @@ class _Collection(nn.Module):
         if prefetched.route is not self._engine.route:
             raise BatchError("The batch was prefetched by another collection, or before sharding.")
         prefetched.check()
-        if isinstance(prefetched, OutsideBatch):
-            stacks = self._engine.stacks
+        stacks = self._engine.stacks
+        if stacks.grid is not None and stacks.grid.outside:
             trained = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
-            rows = prefetched.rows(stacks.dtype, stacks.device, joined=joined, trained=trained)
+            rows = prefetched.zeros(stacks.dtype, stacks.device, joined=joined, trained=trained)
             return prefetched, rows
         return prefetched, run_lookup(self._engine, prefetched, parameters, joined=joined)
 
@@ -452,19 +451,15 @@ class _Collection(nn.Module):
 
     def _output_form(self) -> str:
         """A graph's knowledge of the results."""
-        grid, stacks = self._engine.grid, self._engine.stacks
-        dims = [table.embedding_dim for table in self.tables for _ in table.features]
-        if self._side_by_side:
-            dims = [sum(dims)]
-        return form_of(dims, stacks.dtype, stacks.device, grid)
+        dims = self._engine.route.dims
+        return form_of(self._engine.stacks, [sum(dims)] if self._side_by_side else dims)
 
     def _look_up_in_graph(self, batch: Jagged, num_bags: Sequence[int]) -> Sequence[torch.Tensor]:
         """`_run` as torch.compile traces it; `num_bags` of each feature, in the order of output."""
         sizes = num_bags[:1] if self._side_by_side else num_bags
         if not self._pooled:
             # With one feature all ids are its own; with more, the counts are data-dependent.
-            known = len(num_bags) == 1
-            sizes = [batch.values_in_graph().shape[0]] if known else [NOT_KNOWN] * len(num_bags)
+            sizes = [batch.values_in_graph().shape[0]] if len(num_bags) == 1 else []
         return look_up_in_graph(self._handle, self._form, batch, sizes)
 
     def extra_repr(self) -> str:

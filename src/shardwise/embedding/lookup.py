@@ -14,8 +14,6 @@ import torch
 
 from shardwise._torch.dispatch import without_subclass_functions
 from shardwise.comm.watch import because
-from shardwise.core.encode import decode_grid, encode_grid, source_digest
-from shardwise.core.mesh import Grid
 from shardwise.core.untraced import UntracedFunction, differentiated_once, untraced
 from shardwise.dispatch.variants import count_writes
 from shardwise.effects import EffectOp
@@ -40,7 +38,6 @@ from shardwise.training.reducer import reduction_for
 if TYPE_CHECKING:
     from shardwise.embedding.alone import OneRank
     from shardwise.embedding.collection import _Collection
-    from shardwise.kernels.lookup import Trace
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,20 +98,6 @@ def run_lookup(
     return _Lookup.apply(engine, batch, joined, updated, weights, start)
 
 
-def _forward(
-    engine: CollectionEngine, batch: PrefetchedBatch, joined: bool, *, trace: bool
-) -> tuple[Trace | None, tuple[Any, ...]]:
-    """What the kernels recorded for the update, if they can make it, and the outputs."""
-    if batch.is_alone:
-        outputs, found = batch.look_up(trace=trace)
-        return found, outputs
-    grid = engine.grid
-    outputs_of = engine.rows(engine.stacks.weights, batch.arrive(), joined)
-    if grid is None:
-        return None, tuple(outputs_of[0])
-    return None, tuple(one_tensor(grid, column) for column in zip(*outputs_of, strict=True))
-
-
 def _backward(
     engine: CollectionEngine,
     steps: list[RankBatch],
@@ -157,8 +140,15 @@ class _Lookup(UntracedFunction):
         ctx.engine, ctx.batch, ctx.joined, ctx.updated = engine, batch, joined, updated
         if updated is None:
             ctx.save_for_backward(weights, *parameters)  # so that autograd checks their versions
-        ctx.trace, outputs = _forward(engine, batch, joined, trace=ctx.needs_input_grad[5])
-        return outputs
+        #: What the kernels recorded for the update, if they can make it.
+        ctx.trace = None
+        if batch.is_alone:
+            outputs, ctx.trace = batch.look_up(trace=ctx.needs_input_grad[5])
+            return outputs
+        found, grid = engine.rows(engine.stacks.weights, batch.arrive(), joined), engine.grid
+        if grid is None:
+            return tuple(found[0])
+        return tuple(one_tensor(grid, column) for column in zip(*found, strict=True))
 
     @staticmethod
     @differentiated_once("an embedding collection")
@@ -260,28 +250,24 @@ def sum_of_copies(stacks: Stacks, rows: Sequence[dict[int, Rows]]) -> list[dict[
     """
     if stacks.grid is None or not any(rows):
         return list(rows)
-    flats = []
-    for place, per_stack in enumerate(rows):
-        parts = []
+    parts: list[list[torch.Tensor]] = []
+    for weights, per_stack in zip(stacks.weights, rows, strict=True):
+        parts.append([])
         for k, (numbers, values) in per_stack.items():
-            weight = stacks.weights[place][k]
-            dense = weight.new_zeros(weight.shape[0], weight.shape[1] + 1)
-            ones = values.new_ones(values.shape[0], 1)
-            dense.index_copy_(0, numbers, torch.cat([values, ones], 1))
-            parts.append(dense.view(-1))
-        flats.append(torch.cat(parts))
+            height, width = weights[k].shape
+            marked = torch.cat([values, values.new_ones(values.shape[0], 1)], 1)
+            dense = weights[k].new_zeros(height, width + 1).index_copy_(0, numbers, marked)
+            parts[-1].append(dense.view(-1))
     with because("gradients of copied tables", implicit=False):
-        totals = combined(stacks.grid, flats)
-    found = []
-    for place, (per_stack, flat) in enumerate(zip(rows, totals, strict=True)):
-        here, at = {}, 0
-        for k in per_stack:
-            height, width = stacks.weights[place][k].shape
-            dense = flat[at : at + height * (width + 1)].view(height, width + 1)
-            at += dense.numel()
-            numbers = dense[:, width].nonzero().view(-1)
-            here[k] = (numbers, dense.index_select(0, numbers)[:, :width].contiguous())
-        found.append(here)
+        totals = combined(stacks.grid, list(map(torch.cat, parts)))
+    found: list[dict[int, Rows]] = []
+    for place, (per_stack, total) in enumerate(zip(rows, totals, strict=True)):
+        found.append({})
+        flats = total.split([part.shape[0] for part in parts[place]])
+        for k, flat in zip(per_stack, flats, strict=True):
+            dense = flat.view(stacks.weights[place][k].shape[0], -1)
+            numbers = dense[:, -1].nonzero().view(-1)
+            found[-1][k] = numbers, dense.index_select(0, numbers)[:, :-1].contiguous()
     return found
 
 
@@ -292,38 +278,27 @@ def mean_over_replicas(
 
     Every replica gets the rows of all, in one order, so all make the same update.
     """
+    grid, device = stacks.grid, stacks.device
     rows = [row_gradients(stacks, place, backend, each) for place, each in enumerate(lookups)]
     found: list[Lookups] = [{} for _ in rows]
     # A rank with fewer stacks takes part with empty ones, so that all communicate alike.
+    no_rows = torch.empty(0, dtype=torch.int64, device=device)
+    nothing = no_rows, torch.empty(0, 0, dtype=stacks.dtype, device=device)
     for k in range(max(map(len, stacks.tiling.stacks))):
+        columns = zip(*(each.get(k, nothing) for each in rows), strict=True)
+        numbers, values = (
+            column[0] if grid is None else one_tensor(grid, column, sized=False)
+            for column in columns
+        )
         with because("gradients of replicated tables", implicit=False):
-            means = _means(stacks, replicas, k, rows)
-        for mine, rank, (numbers, values) in zip(found, stacks.ranks, means, strict=True):
+            for mesh, axis in replicas.means:
+                both = localize(mesh, numbers), localize(mesh, values)
+                numbers, values = gather_rows(*both, mesh, axis)
+        every = [[agreed(x)] if grid is None else part_per_rank(grid, x) for x in (numbers, values)]
+        for mine, rank, number, value in zip(found, stacks.ranks, *every, strict=True):
             if k < len(stacks.tiling.stacks[rank]):
-                mine[k] = Query(numbers, None, None), values
+                mine[k] = Query(number, None, None), value * replicas.share
     return found
-
-
-def _means(
-    stacks: Stacks, replicas: Reduction, stack: int, rows: Sequence[dict[int, Rows]]
-) -> list[Rows]:
-    """Per rank present, the rows of a stack of all replicas, times a replica's share."""
-    grid = stacks.grid
-    nothing = (
-        torch.empty(0, dtype=torch.int64, device=stacks.device),
-        torch.empty(0, 0, dtype=stacks.dtype, device=stacks.device),
-    )
-    found = [each.get(stack, nothing) for each in rows]
-    columns = zip(*found, strict=True)
-    numbers, values = (
-        column[0] if grid is None else one_tensor(grid, column, sized=False) for column in columns
-    )
-    for mesh, axis in replicas.means:
-        numbers, values = gather_rows(localize(mesh, numbers), localize(mesh, values), mesh, axis)
-    if grid is None:
-        return [(agreed(numbers), agreed(values) * replicas.share)]
-    both = zip(part_per_rank(grid, numbers), part_per_rank(grid, values), strict=True)
-    return [(number, value * replicas.share) for number, value in both]
 
 
 def table_gradient(
@@ -390,12 +365,10 @@ def without_tables(query: Query, shards: Sequence[TableShard]) -> Query:
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define(
-    "collection(Tensor handle, str form, str code, str[] features, str? problem, SymInt[] sizes, "
+    "collection(Tensor handle, str form, str[] features, str? problem, SymInt[] sizes, "
     "str[] names, Tensor[] tensors) -> Tensor[]"
 )
 
-#: The size of a data-dependent result.
-NOT_KNOWN = -1
 #: Collections by number.
 _collections: weakref.WeakValueDictionary[int, _Collection] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -409,13 +382,11 @@ def enroll(collection: _Collection) -> torch.Tensor:
     return torch.tensor([number], dtype=torch.float64, device="cpu", requires_grad=True)
 
 
-def form_of(
-    dims: Sequence[int], dtype: torch.dtype, device: torch.device, grid: Grid | None
-) -> str:
-    """What a graph knows of the results, as JSON: widths, dtype, device and mesh."""
-    name = str(dtype).removeprefix("torch.")
-    encoded = None if grid is None else encode_grid(grid)
-    return json.dumps({"dims": dims, "dtype": name, "device": device.type, "grid": encoded})
+def form_of(stacks: Stacks, dims: Sequence[int]) -> str:
+    """What a graph knows of results that have `dims` columns."""
+    dtype = str(stacks.dtype).removeprefix("torch.")
+    options = {"dims": dims, "dtype": dtype, "device": stacks.device.type}
+    return _LOOK_UP.encode(stacks.grid, options)
 
 
 # -- traced by torch.compile: nothing here reads a value -----------------------------------------
@@ -461,7 +432,7 @@ def lengths_in_graph(batch: Jagged, features: Sequence[str]) -> list[torch.Tenso
 def look_up_in_graph(
     handle: torch.Tensor, form: str, batch: Jagged, sizes: Sequence[int]
 ) -> list[torch.Tensor]:
-    """The outputs of a collection; output i has `sizes[i]` rows."""
+    """The outputs of a collection; output i has `sizes[i]` rows. No sizes: they are unknown."""
     values, lengths = batch.values_in_graph(), batch.lengths
     if batch.problem is not None:  # the tensors may be of any dtype or shape
         values = lengths = torch.empty(0, dtype=torch.int64)
@@ -469,42 +440,25 @@ def look_up_in_graph(
     given |= {"batch_sizes": batch.batch_sizes, "weights": batch.weights_in_graph()}
     there = {name: x for name, x in given.items() if x is not None}
     return torch.ops.shardwise.collection(
-        handle,
-        form,
-        _code(),
-        batch.features,
-        batch.problem,
-        sizes,
-        list(there),
-        list(there.values()),
+        handle, form, batch.features, batch.problem, sizes, list(there), list(there.values())
     )
-
-
-def _code() -> str:
-    """The version of this package that compiled code belongs to."""
-    return source_digest()
-
-
-_code._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @untraced
 def _traced(
     handle: torch.Tensor,
     form: str,
-    code: str,
     features: Sequence[str],
     problem: str | None,
     sizes: Sequence[int],
     names: Sequence[str],
     tensors: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    options = json.loads(form) | {"features": features, "problem": problem}
+    more = {"features": features, "problem": problem}
     inputs = {"handle": handle, **dict(zip(names, tensors, strict=True))}
     if type(handle) is torch.Tensor and not torch.compiler.is_exporting():  # eager
-        return list(_look_up(options, **inputs))
-    grid = None if options["grid"] is None else decode_grid(options["grid"])
-    return list(_LOOK_UP(grid, options, inputs, sizes=sizes))
+        return list(_look_up(more, **inputs))
+    return list(_LOOK_UP(form, inputs, more=json.dumps(more), sizes=sizes))
 
 
 _library.impl("collection", _traced, "CompositeImplicitAutograd")
@@ -541,13 +495,9 @@ def _shapes(
     known: Any, sizes: Sequence[Any], ranks: Sequence[dict[str, torch.Tensor]]
 ) -> list[list[torch.Tensor]]:
     options: Any = {"dtype": getattr(torch, known["dtype"]), "device": known["device"]}
-    nums = [torch.library.get_ctx().new_dynamic_size() if _is_unknown(n) else n for n in sizes]
+    nums = sizes or [torch.library.get_ctx().new_dynamic_size() for _ in known["dims"]]
     shapes = list(zip(nums, known["dims"], strict=True))
     return [[torch.empty(shape, **options) for shape in shapes] for _ in ranks]
-
-
-def _is_unknown(size: Any) -> bool:
-    return type(size) is int and size == NOT_KNOWN  # no guard on a symbol
 
 
 _LOOK_UP = EffectOp(

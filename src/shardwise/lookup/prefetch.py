@@ -60,7 +60,8 @@ class PrefetchedBatch:
         lead: str = "",
     ) -> None:
         """`found` is the batch of each rank present, or what is wrong with it: an error message
-        begins with `lead`."""
+        begins with `lead`. On a rank outside the mesh the batch is checked, and nothing is sent."""
+        grid = None if grid is None or grid.outside else grid
         self.route, self.grid = route, grid
         #: The batch's weights of ids, which get the gradient.
         self.weights = weights
@@ -146,6 +147,22 @@ class PrefetchedBatch:
             return [column[0] for column in columns]
         return [one_tensor(self.grid, column) for column in columns]
 
+    def zeros(
+        self, dtype: torch.dtype, device: torch.device, *, joined: bool, trained: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """What stands for the rows of each feature on a rank outside the mesh.
+
+        The shapes are those that other ranks get, so that the layers above run there too.
+        """
+        dims, (batch,) = self.route.dims, self._batches
+        numbers = batch.num_rows.tolist()
+        if joined:
+            dims, numbers = [sum(dims)], numbers[:1]
+        return tuple(
+            torch.zeros(number, dim, dtype=dtype, device=device, requires_grad=trained)
+            for number, dim in zip(numbers, dims, strict=True)
+        )
+
     def arrive(self) -> list[RankBatch]:
         """Wait for the ids that this rank has to look up."""
         self.check()
@@ -178,23 +195,3 @@ class PrefetchQueue:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrefetchQueue:
         return PrefetchQueue()  # a batch belongs to the collection that prefetched it
-
-
-class OutsideBatch(PrefetchedBatch):
-    """A batch on a rank outside the mesh: it is checked, nothing is sent, all rows are zeros.
-
-    The zeros have the shapes that other ranks get, so that the layers above run there too.
-    """
-
-    def rows(
-        self, dtype: torch.dtype, device: torch.device, *, joined: bool, trained: bool
-    ) -> tuple[torch.Tensor, ...]:
-        """What stands for the rows of each feature, or of all of them side by side."""
-        dims, lengths = self.route.dims, self.lengths_per_feature()
-        numbers = [len(each) if self.route.pooled else int(each.sum()) for each in lengths]
-        if joined:
-            dims, numbers = [sum(dims)], numbers[:1]
-        return tuple(
-            torch.zeros(number, dim, dtype=dtype, device=device, requires_grad=trained)
-            for number, dim in zip(numbers, dims, strict=True)
-        )

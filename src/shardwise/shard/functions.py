@@ -208,7 +208,7 @@ class ScaleGradient(UntracedFunction):
 def _outputs_of(
     call: LayerCall, weight: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    dtype = weight.dtype if call.autocast_dtype is None else getattr(torch, call.autocast_dtype)
+    dtype = call.autocast_dtype or weight.dtype
     if bias is not None:
         dtype = torch.promote_types(dtype, bias.dtype)
     return weight.new_empty((*input.shape[:-1], call.tiling.shape[0]), dtype=dtype)
@@ -262,7 +262,7 @@ def embedding_bag(
         return F.embedding_bag(input, gather_whole(weight), **options, **tensors)
     if not has_values(weight._local):
         return traced(_EMBEDDING_BAG, weight, options, input=input, **tensors)
-    batch = input, offsets, per_sample_weights, include_last_offset
+    batch = (input, offsets, per_sample_weights, include_last_offset)
     return table_lookup.embedding_bag(lookup, mode, *batch)
 
 

@@ -29,7 +29,7 @@ from shardwise.shard.create import (
     describe_tensor,
     place_tensor,
 )
-from shardwise.shard.outputs import OutputPlan, lay_out, output_text
+from shardwise.shard.outputs import OutputPlan, lay_out, output_form
 from shardwise.shard.plan import Sharder, ShardingPlan
 from shardwise.shard.spec import (
     ChunkShardingSpec,
@@ -53,10 +53,10 @@ class OutputHook:
     plan: OutputPlan
     process_group: Any
     #: The plan as text, for compiled graphs.
-    text: str
+    form: str
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        return lay_out(output, self.plan, self.process_group, self.text)
+        return lay_out(output, self.plan, self.process_group, self.form)
 
     def __deepcopy__(self, memo: Any) -> OutputHook:
         return self  # a group stands for processes, which are not copied
@@ -66,7 +66,7 @@ class OutputHook:
 
 
 def output_hook(plan: OutputPlan, process_group: Any) -> OutputHook:
-    return OutputHook(plan, process_group, output_text(plan, process_group))
+    return OutputHook(plan, process_group, output_form(plan, process_group))
 
 
 def _restored(plan: OutputPlan, ranks: tuple[int, ...]) -> OutputHook:

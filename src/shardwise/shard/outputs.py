@@ -13,8 +13,6 @@ known in both worlds.
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,14 +20,12 @@ from typing import Any
 import torch
 
 from shardwise.comm.agreement import gather_numbers
-from shardwise.core.encode import decode_grid, encode_grid, source_digest
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import Shard as ShardPlacement
 from shardwise.core.sizes import Size, lengths
 from shardwise.core.untraced import UntracedFunction, differentiated_once, untraced
-from shardwise.core.world import world_caches
 from shardwise.dtensor.tensor import DTensor
-from shardwise.effects import EffectOp
+from shardwise.effects import EffectOp, decode_call
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError, UnsupportedError
 from shardwise.lookup.exchange import ranks_present
 from shardwise.ops.lookup.rank_bags import unknown_length
@@ -76,10 +72,10 @@ class OutputPlan:
 
 
 @untraced
-def lay_out(output: Any, plan: OutputPlan, process_group: Any, text: str) -> Any:
+def lay_out(output: Any, plan: OutputPlan, process_group: Any, form: str) -> Any:
     """The output in the plan's spec; this rank's shard of it with `plan.local`.
 
-    `text` encodes the plan for compiled graphs: a compiler traces this function.
+    `form` encodes the plan for compiled graphs: a compiler traces this function.
     """
     if not isinstance(output, torch.Tensor):
         raise ArgumentError(
@@ -89,7 +85,7 @@ def lay_out(output: Any, plan: OutputPlan, process_group: Any, text: str) -> Any
     if plan.spec is None and not isinstance(output, DTensor):
         return output
     if torch.compiler.is_dynamo_compiling():
-        return torch.ops.shardwise.lay_out(output, text)
+        return torch.ops.shardwise.lay_out(output, form)
     if plan.spec is not None and not isinstance(output, DTensor):
         grid = group_grid(process_group, device_type_of(plan.spec))
         output = joined(output, grid, plan.grad_reduction)
@@ -133,35 +129,23 @@ _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define("lay_out(Tensor output, str plan) -> Tensor")
 
 
-def output_text(plan: OutputPlan, process_group: Any) -> str:
+def output_form(plan: OutputPlan, process_group: Any) -> str:
     """A plan as an argument of an op: the same text in every process."""
-    spec, grid = None, None
-    if plan.spec is not None:
-        spec = encode_spec(plan.spec)
-        grid = encode_grid(group_grid(process_group, device_type_of(plan.spec)))
-    options = (plan.where, spec, plan.local, plan.grad_reduction)
-    return json.dumps({"code": source_digest(), "options": options, "grid": grid})
+    options = {"where": plan.where, "local": plan.local, "grad_reduction": plan.grad_reduction}
+    if plan.spec is None:
+        return _LAID_OUT.encode(None, options | {"spec": None})
+    grid = group_grid(process_group, device_type_of(plan.spec))
+    return _LAID_OUT.encode(grid, options | {"spec": encode_spec(plan.spec)})
 
 
 def _decode(options: Any, grid: Grid | None) -> OutputPlan:
-    where, spec, local, grad_reduction = options
-    return OutputPlan(where, spec and decode_spec(spec), local, grad_reduction, grid)
+    spec = options["spec"] and decode_spec(options["spec"])
+    return OutputPlan(**options | {"spec": spec, "grid": grid})
 
 
-@functools.lru_cache(maxsize=1024)
-def _decode_text(text: str) -> tuple[Any, OutputPlan]:
-    """The options of a plan, encoded and decoded."""
-    content = json.loads(text)
-    grid = content["grid"] and decode_grid(content["grid"])
-    return content["options"], _decode(content["options"], grid)
-
-
-world_caches.append(_decode_text.cache_clear)
-
-
-def _lay_out(output: torch.Tensor, text: str) -> torch.Tensor:
+def _lay_out(output: torch.Tensor, form: str) -> torch.Tensor:
     """`lay_out` in a traced program."""
-    options, known = _decode_text(text)
+    _, known = decode_call(_LAID_OUT, form)
     if isinstance(output, DTensor):
         if output._layout.symbolic and not isinstance(output, ShardedTensor):
             return _of_symbolic_size(output, known)
@@ -169,16 +153,20 @@ def _lay_out(output: torch.Tensor, text: str) -> torch.Tensor:
     own = part_per_rank(known.grid, output)
     if all(type(part) in (torch.Tensor, torch.nn.Parameter) for part in own):
         return place_output(joined(output, known.grid, known.grad_reduction), known)
-    if known.local:
-        _check_one_size(known, [part.shape for part in own])
-    elif not has_one_shard(known.spec):
+    shapes = [part.shape for part in own]
+    if known.local and len(own) == len(known.grid.ranks):
+        first, *others = _shard_shapes(known, shapes)
+        if any(list(shape) != list(first) for shape in others):  # ranks share one graph
+            asked = f"The output of {known.where!r} as local tensors of {known.spec}"
+            raise UnsupportedError(size_mismatch_text(asked))
+    if not known.local and not has_one_shard(known.spec):
         raise UnsupportedError(
             f"output_plan of {known.where!r} as {known.spec}, in compiled code: what a rank "
             "holds depends on what other ranks put out. Compile without fullgraph=True, or choose "
             "a ChunkShardingSpec that names every rank once."
         )
-    shard, extent = _LAID_OUT(known.grid, options, {"own": output})
-    return shard if known.local else _Sharded.apply(shard, extent, own[0].shape[1:], known)
+    shard, extent = _LAID_OUT(form, {"own": output})
+    return shard if known.local else _Sharded.apply(shard, extent, shapes[0][1:], known)
 
 
 def _of_symbolic_size(x: Any, plan: OutputPlan) -> torch.Tensor:
@@ -192,15 +180,6 @@ def _of_symbolic_size(x: Any, plan: OutputPlan) -> torch.Tensor:
     (placement,) = x.placements
     ordered = x if placement.is_shard() else x.redistribute(placements=[ShardPlacement(0)])
     return in_own_loss(ordered.to_local(), x._layout.grid, plan.grad_reduction)
-
-
-def _check_one_size(known: OutputPlan, own: Sequence[Sequence[Size]]) -> None:
-    """The ranks of a simulated world share one graph."""
-    if len(own) == len(known.grid.ranks):
-        first, *others = _shard_shapes(known, own)
-        if any(list(shape) != list(first) for shape in others):
-            asked = f"The output of {known.where!r} as local tensors of {known.spec}"
-            raise UnsupportedError(size_mismatch_text(asked))
 
 
 class _Sharded(UntracedFunction):
@@ -234,50 +213,39 @@ def _shapes(
     known: OutputPlan, _: Any, ranks: Sequence[dict[str, torch.Tensor]]
 ) -> list[list[torch.Tensor]]:
     like, own = ranks[0]["own"], [rank["own"].shape for rank in ranks]
-    if len(own) == len(known.grid.ranks):
-        num_rows, found = _num_rows(own), _shard_shapes(known, own)
-    else:
+    num_rows: Size = sum(shape[0] for shape in own if shape)
+    found = _shard_shapes(known, own)
+    if len(own) < len(known.grid.ranks):
         num_rows = unknown_length(like)
-        found = _shard_shapes(known, [(0, *own[0][1:])])
         if isinstance(known.spec, ChunkShardingSpec):
             cut = known.spec.dim in (0, -len(own[0]))
             found = [(unknown_length(like) if cut else num_rows, *found[0][1:])]
     return [[like.new_empty(shape), new_extent(like, num_rows)] for shape in found]
 
 
-def _num_rows(shapes: Sequence[Sequence[Size]]) -> Size:
-    return sum(shape[0] for shape in shapes if shape)
-
-
-def _shard_shapes(known: OutputPlan, own: Sequence[Sequence[Size]]) -> Sequence[Sequence[Size]]:
+def _shard_shapes(known: OutputPlan, own: Sequence[Sequence[Size]]) -> list[Sequence[Size]]:
     """The shapes of the ranks present. A shape that does not fit raises when the op runs."""
-    shape, spec = (_num_rows(own), *own[0][1:]), known.spec
-    ranks, ndim = [known.grid.ranks[place] for place in ranks_present(known.grid)], len(shape)
+    whole, spec = (sum(shape[0] for shape in own if shape), *own[0][1:]), known.spec
+    ranks = [known.grid.ranks[place] for place in ranks_present(known.grid)]
     if isinstance(spec, EnumerableShardingSpec):
-        return [_enumerated(known, rank) or shape for rank in ranks]
-    assert isinstance(spec, ChunkShardingSpec), "there are two kinds of specs"
-    if not -ndim <= spec.dim < ndim:
-        return [shape for _ in ranks]
-    dim, found = spec.dim % ndim, []
-    sizes = lengths(shape[dim], len(spec.placements), None)
+        boxes = [shard.box.spans for shard in spec.shards]
+        shape = tuple(max(end for _, end in spans) for spans in zip(*boxes, strict=True))
+        try:
+            tiling = make_tiling(spec, shape, known.grid)
+        except ShardwiseError:
+            return [whole for _ in ranks]
+        return [tiling.shard_shape(rank) if tiling.split else whole for rank in ranks]
+    dim, ndim = spec.dim, len(whole)
+    found: list[Sequence[Size]] = []
+    if not -ndim <= dim < ndim:
+        return [whole for _ in ranks]
+    sizes = lengths(whole[dim], len(spec.placements), None)
     for rank in ranks:
         chunks = zip(spec.placements, sizes, strict=True)
-        mine = sum(length for place, length in chunks if place.rank == rank)
-        found.append((*shape[:dim], mine, *shape[dim + 1 :]))
+        shard = list(whole)
+        shard[dim] = sum(length for place, length in chunks if place.rank == rank)
+        found.append(shard)
     return found
-
-
-def _enumerated(known: OutputPlan, rank: int) -> Sequence[int] | None:
-    """The shape of a rank's shard where the spec lists boxes."""
-    spec: Any = known.spec
-    ends = [
-        [o + s for o, s in zip(b.shard_offsets, b.shard_sizes, strict=True)] for b in spec.shards
-    ]
-    try:
-        tiling = make_tiling(spec, tuple(map(max, zip(*ends, strict=True))), known.grid)
-    except ShardwiseError:
-        return None
-    return None if tiling.split is None else tiling.shard_shape(rank)
 
 
 _LAID_OUT = EffectOp("lay_out", WHAT, _run, _shapes, INSTEAD, _decode)

@@ -221,6 +221,7 @@ def _run(
         torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in (weight, weights)
     )
     per_id = None if pooling is None else weights
+    given: list[Any] = part_per_rank(grid, per_id)  # type: ignore[arg-type]
     found = [
         each
         if isinstance(each, Fault)
@@ -231,7 +232,7 @@ def _run(
             weights_train=weights_train and pooling is not None,
             needs_backward=train or weights_train,
         )
-        for each, weights in zip(own, part_per_rank(grid, per_id), strict=True)  # type: ignore[arg-type]
+        for each, weights in zip(own, given, strict=True)
     ]
     batch = PrefetchedBatch(engine.route, grid, found, None, f"{lookup.what}: ")
     with because(lookup.what, implicit=False):
@@ -439,15 +440,8 @@ class LayerCall:
     tiling: Tiling
     grad_reduction: str
     options: dict[str, Any]
-    #: The name of the dtype that linear layers are cast to, if any.
-    autocast_dtype: str | None
-
-    def autocast(self) -> Any:
-        """The autocast state of the call."""
-        kind, dtype = self.tiling.grid.device_type, self.autocast_dtype
-        if dtype is None:
-            return torch.autocast(kind, enabled=False)
-        return torch.autocast(kind, dtype=getattr(torch, dtype))
+    #: The dtype that autocast has linear layers cast to, where it is enabled.
+    autocast_dtype: torch.dtype | None
 
 
 def declare(
@@ -459,7 +453,8 @@ def declare(
     """
 
     def run(call: LayerCall, weight: torch.Tensor, **tensors: torch.Tensor) -> list[torch.Tensor]:
-        with call.autocast():
+        kind, dtype = call.tiling.grid.device_type, call.autocast_dtype
+        with torch.autocast(kind, dtype, enabled=dtype is not None):
             return [eager(weight=weight, **tensors, **call.options)]
 
     def shapes(
@@ -477,17 +472,17 @@ def traced(
     **given: torch.Tensor | None,
 ) -> torch.Tensor:
     """The eager function as one op of a graph."""
-    tiling = weight._tiling
+    tiling, kind = weight._tiling, weight._tiling.grid.device_type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     call = {
         "spec": encode_spec(tiling.spec),
         "shape": tiling.shape,
         "grad_reduction": weight.grad_reduction,
         "options": options,
-        "autocast_dtype": _autocast_dtype(tiling.grid.device_type),
+        "autocast_dtype": dtype and str(dtype).removeprefix("torch."),
     }
     (out,) = op(
-        tiling.grid,
-        call,
+        op.encode(tiling.grid, call),
         {"weight": weight, **given},
         row_sparse=bool(options.get("sparse")),
         writes=options.get("max_norm") is not None,
@@ -495,24 +490,17 @@ def traced(
     return out
 
 
-def _autocast_dtype(device_type: str) -> str | None:
-    if not torch.is_autocast_enabled(device_type):
-        return None
-    return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
-
-
 def _decode(call: Any, grid: Grid | None) -> LayerCall:
     assert grid is not None, "a tiling has the ranks of a group"
     tiling = make_tiling(decode_spec(call["spec"]), tuple(call["shape"]), grid)
-    return LayerCall(tiling, call["grad_reduction"], call["options"], call["autocast_dtype"])
+    dtype = call["autocast_dtype"] and getattr(torch, call["autocast_dtype"])
+    return LayerCall(tiling, call["grad_reduction"], call["options"], dtype)
 
 
 def _enter(call: LayerCall, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     grid = call.tiling.grid
     local = one_tensor(grid, part_per_rank(grid, inputs["weight"]), sized=False)
-    weight = ShardedTensor.over(local, call.tiling)
-    weight.grad_reduction = call.grad_reduction
-    return inputs | {"weight": weight}
+    return inputs | {"weight": ShardedTensor.over(local, call.tiling, like=call)}
 
 
 def _gradient(call: LayerCall, weight: Any, *held: torch.Tensor) -> torch.Tensor:
