@@ -2,7 +2,7 @@
 
 Note [Messages]
 A rank sends one message of integers to each other rank. It holds, for all legs to that rank (a leg
-is a `FeatureRoute`: one feature's ids to one shard), in the order of legs:
+is one feature's ids to one shard), in the order of legs:
 
     the lengths of the bags | the ids | the weights, as bits, where there are any
 
@@ -28,6 +28,7 @@ lookups leave repeated ids out of the batch itself, where at least a tenth of th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -125,15 +126,26 @@ def _per_owner(
 
 
 class PerFeature:
-    """The ids, lengths and weights of each feature, as views."""
+    """The ids, lengths and weights of each feature, as views; made where tables are split."""
 
     def __init__(self, bags: FeatureBags) -> None:
+        self._bags = bags
         self.num_ids, self.num_bags = bags.ids_to - bags.ids_from, bags.num_bags
         order = np.lexsort((self.num_bags, bags.bags_from))
         #: The features in the order of the batch; None if that is the declared one.
         self._order = None if (order == np.arange(len(order))).all() else order
-        self.ids, self.lengths = self.of_ids(bags.values), self.of_bags(bags.lengths)
-        self.weights = None if bags.weights is None else self.of_ids(bags.weights)
+
+    @functools.cached_property
+    def ids(self) -> Sequence[torch.Tensor]:
+        return self.of_ids(self._bags.values)
+
+    @functools.cached_property
+    def lengths(self) -> Sequence[torch.Tensor]:
+        return self.of_bags(self._bags.lengths)
+
+    @functools.cached_property
+    def weights(self) -> Sequence[torch.Tensor] | None:
+        return None if self._bags.weights is None else self.of_ids(self._bags.weights)
 
     def of_ids(self, values: torch.Tensor, per_id: int = 1) -> Sequence[torch.Tensor]:
         """Per feature, its share of what is given for each id of the batch."""
@@ -202,7 +214,7 @@ class RankBatch:
         self.repeats: Repeats | None = None
         if not route.pooled and route.travels:
             self.bags, self.repeats = without_repeats(given, route.features.num_rows)
-        parts = self._per_feature = PerFeature(self.bags)
+        parts = PerFeature(self.bags)
         self.num_ids, self.num_bags = parts.num_ids, parts.num_bags
         #: The rows of the output of each feature.
         self.num_rows = self.num_bags if route.pooled else self.num_ids
@@ -214,7 +226,7 @@ class RankBatch:
         self.told = [int(self.bags.weights_train)] if self.split else []
         for group, ids in zip(route.groups, self.split, strict=True):
             self.told += [sum(ids.num_sent(True)), int(self.num_bags[group.features].sum())]
-        self._whole: Kinds | None = self._pack_whole() if route.has_whole else None
+        self._whole: Kinds | None = self._pack_whole(parts) if route.has_whole else None
         #: What it asks of replicated tables, as a message.
         self._own = self._to_blocks(route.local_blocks[rank], [])
         #: A note to each rank, see `_note_to`; then one of each rank.
@@ -246,9 +258,9 @@ class RankBatch:
 
     # -- what it sends ---------------------------------------------------------------------------
 
-    def _pack_whole(self) -> Kinds:
+    def _pack_whole(self, parts: PerFeature) -> Kinds:
         """Of the features whose tables are not split by rows."""
-        route, bags, parts = self.route, self.bags, self._per_feature
+        route, bags = self.route, self.bags
         values = bags.values.to(route.id_dtype, copy=True)
         if route.shifts.any():
             values += parts.spread(route.shifts, values)
