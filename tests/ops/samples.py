@@ -14,7 +14,7 @@ from samples_recurrent import RECURRENT_KERNELS, recurrent_samples
 from shardwise import Replicate, Shard
 from shardwise.dispatch.catalog import positional
 from shardwise.ops import random
-from shardwise.ops.lookup import bag_rules, embedding, rank_bags
+from shardwise.ops.lookup import embedding, rank_bags, rules
 from shardwise.ops.math import matmul
 from shardwise.ops.nn import loss, norm
 from shardwise.testing import Sample
@@ -270,9 +270,9 @@ def _embedding() -> list[Sample]:
         Sample(aten.embedding_renorm_.default, (t(7, 4), ids, 1.5, 2.0)),
         Sample(embedding.routed_lookup, (t(7, 4), ids, False)),
         Sample(embedding.routed_lookup, (t(7, 4), ids, True)),
-        Sample(embedding.sparse_grad, (rows, ids, 7, -1, False), preferred=any_table),
-        Sample(embedding.sparse_grad, (rows, ids, 7, 5, False), preferred=any_table),
-        Sample(embedding.sparse_grad, (rows, ids, 7, 2, True), preferred=any_table),
+        Sample(rules.sparse_grad, (rows, ids, None, None, -1, 7, 0, False), preferred=any_table),
+        Sample(rules.sparse_grad, (rows, ids, None, None, 5, 7, 0, False), preferred=any_table),
+        Sample(rules.sparse_grad, (rows, ids, None, None, 2, 7, 0, True), preferred=any_table),
     ]
 
 
@@ -299,15 +299,15 @@ def _bags() -> list[Sample]:
                 preferred=any_table,
             ),
             Sample(
-                bag_rules.sparse_pooled_grad,
+                rules.sparse_grad,
                 (up, i, o, weights, -1, 7, rank_bags.MODE_SUM, False),
                 preferred=any_table,
             ),
             Sample(rank_bags.sample_grad, (up, i, o, None, 2, weight)),
-            Sample(bag_rules.largest, (weight, i, o, -1)),
-            Sample(bag_rules.largest, (weight, i, o, 5)),
+            Sample(rules.largest, (weight, i, o, -1)),
+            Sample(rules.largest, (weight, i, o, 5)),
             Sample(
-                bag_rules.largest_grad,
+                rules.largest_grad,
                 (up, torch.randint(-1, 7, (num_bags, 4), generator=_generator), 7),
                 preferred=any_table,
             ),

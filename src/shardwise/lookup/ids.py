@@ -141,16 +141,6 @@ def check_offsets(offsets: torch.Tensor, num_ids: int) -> None:
         raise BatchError(f"embedding_bag: {fault}")
 
 
-def local_rows(
-    table: Layout, coordinate: Coordinate, ids: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The local row of each id, and which ids another rank owns (their row is arbitrary)."""
-    offset, shape = table.box(coordinate)
-    shifted = ids - offset[0]
-    row = shifted.clamp(0, shape[0] - 1)
-    return row, shifted != row
-
-
 # -- order ---------------------------------------------------------------------------------------
 # Sorting ids by owner and by row.
 #

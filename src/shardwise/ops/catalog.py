@@ -18,7 +18,7 @@ from shardwise.dispatch.local_call import ON_HOST, REFUSED
 from shardwise.dispatch.rule import Table, merge
 from shardwise.dtensor import fallback
 from shardwise.ops import composites, random
-from shardwise.ops.lookup import bag_rules, embedding, embedding_rules
+from shardwise.ops.lookup import embedding, rules
 from shardwise.ops.math import einsum, matmul, pointwise, reduce, whole
 from shardwise.ops.nn import attention, image, loss, norm, recurrent
 from shardwise.ops.shape import indexing, join, views
@@ -37,9 +37,8 @@ FAMILIES: tuple[Any, ...] = (
     attention,
     image,
     recurrent,
-    embedding_rules,
+    rules,
     embedding,
-    bag_rules,
     random,
 )
 

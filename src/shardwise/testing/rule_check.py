@@ -41,7 +41,7 @@ from shardwise.dispatch.infer import infer_outputs
 from shardwise.dispatch.local_call import local_call
 from shardwise.dispatch.propagate import CallPlan, every_plan
 from shardwise.dispatch.rule import Call, Rule, TensorMeta
-from shardwise.ops.lookup.embedding_rules import SparseRows
+from shardwise.ops.lookup.rules import SparseRows
 from shardwise.simulation.world import simulate
 from shardwise.testing.cases import Cases
 from shardwise.testing.compare import Alone, OpCall, outcome_of, tensors_of

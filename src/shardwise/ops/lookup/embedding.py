@@ -10,7 +10,6 @@ needs.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -40,18 +39,6 @@ from shardwise.lookup.ids import (
     sharded_axes,
     widened,
 )
-from shardwise.ops.lookup.bag_rules import largest, largest_grad, sparse_pooled_grad
-from shardwise.ops.lookup.embedding_rules import (
-    ROWS,
-    back,
-    everywhere,
-    lookup,
-    lookup_choices,
-    lookup_grad_choices,
-    mask_partial,
-    shared_axes,
-    table_grad,
-)
 from shardwise.ops.lookup.rank_bags import (
     MODE_MAX,
     MODE_MEAN,
@@ -61,6 +48,17 @@ from shardwise.ops.lookup.rank_bags import (
     sample_grad,
 )
 from shardwise.ops.lookup.row_sparse import RowSparse
+from shardwise.ops.lookup.rules import (
+    ROWS,
+    largest,
+    largest_grad,
+    lookup,
+    lookup_choices,
+    mask_partial,
+    rows_grad,
+    sparse_grad,
+    table_grad,
+)
 from shardwise.ops.operands import all_distributed, are_distributed
 from shardwise.redistribute.steps import local_bytes
 from shardwise.simulation.ranks import each_rank
@@ -140,10 +138,7 @@ def _route(table: Layout, ids_layout: Layout, ids: torch.Tensor) -> Routing:
 def _gathered(
     layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor, static: bool
 ) -> tuple[torch.Tensor, None]:
-    table, ids_layout, out = layouts
-    met = shared_axes(table, ids_layout)
-    all_ids, there = everywhere(ids, ids_layout, met)
-    return back(lookup((table, there), weight, all_ids), met, SUM, out), None
+    return lookup(layouts, weight, ids), None
 
 
 EXCHANGED = LocalCall(_exchanged, collective=True)
@@ -186,20 +181,6 @@ def _ways(
 # -- backward --------------------------------------------------------------------------------
 
 
-def sparse_grad(
-    grad: torch.Tensor, ids: torch.Tensor, num_rows: int, padding_idx: int, by_freq: bool
-) -> Any:
-    """The gradient of a table whose rows were looked up; on DTensors, one SparseRows."""
-    return (_table_grad(grad, ids, num_rows, padding_idx, by_freq),)
-
-
-SPARSE_GRAD = LocalCall(functools.partial(table_grad, sparse=True), collective=True)
-
-
-def _sparse_grad_choices(call: Call) -> Iterator[Choice]:
-    return lookup_grad_choices(call, SPARSE_GRAD)
-
-
 def _owed(own: Placement, of_rows: Placement, last: int) -> Placement:
     """How the gradient of a table lies along an axis, given the table and the rows looked up."""
     if own.is_shard() or not isinstance(of_rows, Shard):
@@ -229,9 +210,11 @@ def _returned(
 
     with because(_table_grad, implicit=True):
         arrived = routing.hand_in(each_rank(layout.grid, flat, grad._local, axes=()))
-    options = (layout.shape[0], padding_idx, False, sparse)
-    found = table_grad((layout,), arrived, routing.asked, *options)
-    return found if sparse else DTensor._wrap(found, layout)
+    batch, num_rows = (arrived, routing.asked), layout.shape[0]
+    if sparse:
+        bags = (*batch, None, None, padding_idx)
+        return rows_grad((layout,), *bags, num_rows, MODE_SUM, False, sparse=True)
+    return DTensor._wrap(table_grad((layout,), *batch, num_rows, padding_idx, False), layout)
 
 
 class EmbeddingLookup(UntracedFunction):
@@ -251,15 +234,16 @@ class EmbeddingLookup(UntracedFunction):
             return None, None, None
         (ids,) = ctx.saved_tensors
         layout, (padding_idx, by_freq, sparse), route = ctx.plan
-        options = (layout.shape[0], padding_idx, by_freq)
+        num_rows = layout.shape[0]
         if torch.is_grad_enabled() and not sparse:  # double backward
             found = LookupGrad.apply(grad, ids, layout, padding_idx, by_freq)
         elif route is not None:
             found = _returned(grad, route, layout, padding_idx, sparse)
+        elif sparse:
+            bags = (grad, ids, None, None, padding_idx)
+            found = run(sparse_grad, *bags, num_rows, MODE_SUM, by_freq, preferred=layout)
         else:
-            found = run(
-                sparse_grad if sparse else _table_grad, grad, ids, *options, preferred=layout
-            )
+            found = run(_table_grad, grad, ids, num_rows, padding_idx, by_freq, preferred=layout)
         return RowSparse.of(*found) if sparse else found, None, None
 
 
@@ -314,7 +298,6 @@ def embedding(
 
 RULES: Table = table(
     ((routed_lookup,), Rule(_routed_choices, ROWS)),
-    ((sparse_grad,), Rule(_sparse_grad_choices, "... d, ... -> v d")),
 )
 
 
@@ -397,7 +380,7 @@ class Pooled(SkipsNone):
         if for_weight and won is not None:
             found = run(largest_grad, grad, won, layout.shape[0], preferred=layout)
         elif for_weight:
-            op = sparse_pooled_grad if sparse else pooled_grad
+            op = sparse_grad if sparse else pooled_grad
             found = run(op, grad, *batch, layout.shape[0], mode, by_freq, preferred=layout)
             found = RowSparse.of(*found) if sparse else found
         if for_weights:

@@ -20,7 +20,7 @@ import torch
 from shardwise._torch.functions import check_size
 from shardwise.lookup.backends.backend import PartQuery, Query
 from shardwise.lookup.backends.registry import ByDevice
-from shardwise.lookup.ids import has_values, segment_sums
+from shardwise.lookup.ids import divided, has_values, segment_sums
 from shardwise.lookup.ids import places as true_places
 
 MODE_SUM, MODE_MEAN, MODE_MAX = 0, 1, 2
@@ -41,8 +41,8 @@ def fused_backend(values: torch.Tensor) -> Any:
 class Bags(NamedTuple):
     """Ids of shape (bags, ids in each), or flat with offsets.
 
-    Offsets include the end of the last bag; later ids are in no bag. Flat ids without offsets are a
-    bag each. Ids equal to `padding_idx` do not count; it is -1 for none.
+    Offsets include the end of the last bag; later ids are in no bag. Ids equal to `padding_idx` do
+    not count; it is -1 for none.
     """
 
     ids: torch.Tensor
@@ -57,26 +57,14 @@ class Bags(NamedTuple):
     @property
     def single(self) -> bool:
         """Whether each id is a bag of its own."""
-        return self.offsets is None and self.ids.dim() == 1
+        return self.offsets is None and self.ids.shape[1] == 1
 
     @property
     def bounds(self) -> torch.Tensor:
         """Where each bag starts among the flat ids, and where the last one ends."""
         if self.offsets is not None:
             return self.offsets.long()
-        step = self.ids.shape[1] if self.ids.dim() == 2 else 1
-        return torch.arange(self.num_bags + 1, device=self.ids.device) * step
-
-    @property
-    def places(self) -> torch.Tensor:
-        """The position of each of the flat ids."""
-        return torch.arange(self.ids.numel(), device=self.ids.device)
-
-    def bag_of(self, places: torch.Tensor) -> torch.Tensor:
-        """The bag of each position; the number of bags for those after the last."""
-        if self.offsets is None:
-            return places if self.single else places // self.ids.shape[1]
-        return torch.searchsorted(self.bounds, places, right=True) - 1
+        return torch.arange(self.num_bags + 1, device=self.ids.device) * self.ids.shape[1]
 
     def averaged(self, rows: torch.Tensor) -> torch.Tensor:
         """A row of each bag, divided by the number of its ids that count, on all ranks."""
@@ -102,7 +90,7 @@ class Bags(NamedTuple):
             places = true_places(keep)
             return rows.index_select(0, places), places
         all_in_bags = rows.shape[0] == self.ids.numel()
-        return rows, None if all_in_bags else self.places[: rows.shape[0]]
+        return rows, None if all_in_bags else torch.arange(rows.shape[0], device=rows.device)
 
     def weights_at(self, places: Optional) -> Optional:
         """The weights of the ids at these positions."""
@@ -115,9 +103,13 @@ class Bags(NamedTuple):
 
     def per_id(self, grad: torch.Tensor, places: Optional) -> torch.Tensor:
         """For each id at these positions, the row of its bag."""
+        if self.single:
+            return grad if places is None else grad.index_select(0, places)
         if places is None:
-            return grad if self.single else grad.index_select(0, self.bag_of(self.places))
-        return grad.index_select(0, self.bag_of(places))
+            places = torch.arange(self.ids.numel(), device=self.ids.device)
+        if self.offsets is None:
+            return grad.index_select(0, divided(places, self.ids.shape[1]))
+        return grad.index_select(0, torch.searchsorted(self.bounds, places, right=True) - 1)
 
     def fused_query(self, first_row: int | None) -> PartQuery:
         """All ids, for kernels that skip those that do not count here."""
@@ -315,39 +307,32 @@ def scale_rows(
 # -- the largest ---------------------------------------------------------------------------------
 
 
-def largest(weight: torch.Tensor, bags: Bags, first_row: int | None) -> tuple[Any, Any]:
+@_one_op(
+    "bags_max",
+    "SymInt? first_row=None) -> (Tensor, Tensor)",
+    lambda weight, bags, *_: tuple(
+        weight.new_empty((bags.num_bags, weight.shape[1]), dtype=dtype)
+        for dtype in (weight.dtype, torch.int64)
+    ),
+)
+def largest(
+    weight: torch.Tensor, bags: Bags, first_row: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest entry of each bag and column among the rows here, and its first position.
 
     A bag without rows is -inf, with the number of ids as position.
     """
-    flat = bags.ids.reshape(-1)
     fused = fused_backend(weight)
     if fused is not None and weight.shape[1]:
         best, place = fused.largest(weight, bags.fused_query(first_row))
         none = place < 0
-        return best.masked_fill_(none, -math.inf), place.masked_fill_(none, flat.shape[0])
-    keep = flat != bags.padding_idx
-    if first_row is not None:
-        keep = keep & (flat >= first_row) & (flat < first_row + weight.shape[0])
-    if type(weight.shape[0]) is int and weight.shape[0] == 0:
-        found = weight.new_empty((flat.shape[0], weight.shape[1]))
     else:
-        rows = flat if first_row is None else (flat - first_row).clamp(0, weight.shape[0] - 1)
-        found = torch.embedding(weight, rows)
-    return _segment_max(found, keep, bags)
-
-
-def _segment_max(
-    found: torch.Tensor, keep: torch.Tensor, bags: Bags
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `largest`; `found` has one row for each of the flat ids."""
-    num_ids, num_bags, places = found.shape[0], bags.num_bags, bags.places
-    bag = bags.bag_of(places).clamp(max=num_bags)
-    index = bag.unsqueeze(-1).expand(-1, found.shape[1])
-    found = found.masked_fill(~keep.unsqueeze(-1), -math.inf)
-    best = found.new_full((num_bags + 1, found.shape[1]), -math.inf)
-    best = best.scatter_reduce(0, index, found, "amax")
-    mine = (found == best.index_select(0, bag)) & keep.unsqueeze(-1)
-    candidates = torch.where(mine, places.unsqueeze(-1), num_ids)
-    first = candidates.new_full(best.shape, num_ids).scatter_reduce(0, index, candidates, "amin")
-    return best[:num_bags], first[:num_bags]
+        rows, places = bags.found(weight.shape[0], first_row)
+        edges, found = bags.edges(places), weight.index_select(0, rows)
+        numbers = torch.arange(rows.shape[0], device=rows.device)
+        best, _, _, at = torch.embedding_bag(
+            found, numbers, edges, False, MODE_MAX, include_last_offset=True
+        )
+        place = at if places is None or not rows.numel() else places[at]
+        none = (edges.diff() == 0).unsqueeze(1)
+    return best.masked_fill(none, -math.inf), place.masked_fill(none, bags.ids.numel())

@@ -30,7 +30,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.lookup.ids import distinct, segment_sums
 from shardwise.lookup.optimizers import add_distinct_rows
-from shardwise.ops.lookup.embedding_rules import SparseRows
+from shardwise.ops.lookup.rules import SparseRows
 from shardwise.simulation.ranks import (
     each_rank,
     from_parts,

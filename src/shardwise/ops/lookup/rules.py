@@ -1,0 +1,553 @@
+"""Rules of lookups, of bags and of their gradients; what runs on each rank.
+
+A table's rows may be sharded: a rank looks up the ids that it owns, and the ranks' results add up.
+Its columns may be sharded: the result is sharded alike. A table that is sharded stays where it is.
+
+Ids come in three forms. A lookup gives a row for each, of any shape, sharded as they are. Bags are
+of shape (bags, ids in each), which may be sharded along the bags, or flat with offsets; flat ids
+are replicated, since where a bag ends is data-dependent. Where one axis shards both the rows and
+the ids, ids are gathered, and results scattered to where the ids lie; see also `embedding`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.comm import collectives
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import Coordinate
+from shardwise.core.placements import REPLICATE, SUM, MaskPartial, Placement, Shard
+from shardwise.dispatch.rule import (
+    Call,
+    Choice,
+    CollectiveCost,
+    Group,
+    LocalCall,
+    Rule,
+    Table,
+    parse,
+    pattern_choices,
+    table,
+)
+from shardwise.lookup.ids import check_ids, check_offsets, has_values
+from shardwise.ops.lookup import rank_bags
+from shardwise.ops.lookup.rank_bags import (
+    MODE_MEAN,
+    MODE_SUM,
+    Bags,
+    Optional,
+    pooled,
+    pooled_grad,
+    row_grads,
+    sample_grad,
+    scale_rows,
+)
+from shardwise.redistribute.execute import execute
+from shardwise.redistribute.steps import find_steps
+from shardwise.simulation.ranks import each_rank
+
+aten = torch.ops.aten
+# Without the Python method around it, which takes a microsecond.
+_dense_backward = aten.embedding_dense_backward.default._op
+#: Up to this many ids, torch's CPU kernel is faster than the calls that replace it.
+_FEW_IDS = 64
+#: From this many ids on, selecting the owned ones is faster than reading a row for each.
+_MANY_IDS = 1024
+
+# -- choices ---------------------------------------------------------------------------------
+# A line of the notation says how ids, columns and bags may be sharded; the rows of a table, its
+# letter v, are one dim that a rank may have a part of without the line saying so: it looks up its
+# own, or makes the gradient of its own.
+
+
+def table_stays(choices: Iterable[Choice], call: Call, number: int = 0) -> Iterator[Choice]:
+    """Those that do not move the table, which is this input, if it is sharded; ids may move."""
+    placed = call.placed[number] if call.placed else REPLICATE
+    return (c for c in choices if not placed.is_shard() or c.inputs[number] == placed)
+
+
+def lookup_choices(
+    call: Call,
+    line: str,
+    local: LocalCall,
+    of_rows: Placement,
+    *,
+    linear: Sequence[Group] = ((0,),),
+    alone: tuple[CollectiveCost, ...] = (),
+    together: tuple[CollectiveCost, ...] | None = None,
+) -> Iterator[Choice]:
+    """Operands: the table, the ids, and what else a batch has.
+
+    Ranks that have some rows give `of_rows`, after the collectives `alone`. Where ids are sharded
+    too, the result lies as they do, after the collectives `together`; None if that cannot be.
+    """
+
+    def of(rows: Placement, batch: Choice, out: Placement, sent: Any) -> Choice:
+        inputs = (rows, *batch.inputs[1:])
+        return Choice(inputs, (out,) * len(call.outputs), local, sent=sent)
+
+    def every() -> Iterator[Choice]:
+        whole, *others = pattern_choices(parse(line), call, linear)
+        yield replace(whole, local=local)
+        ids_sharded = bool(call.placed) and call.placed[1].is_shard()
+        batches = [c for c in others if c.inputs[1].is_shard() and c.outputs[0].is_shard()]
+        for sizes in call.splits([(0, 0)]):
+            rows = Shard(0, sizes)
+            if together is None or not ids_sharded or not batches:
+                yield of(rows, whole, of_rows, alone)
+            if together is not None:
+                for batch in batches:
+                    yield of(rows, batch, batch.outputs[0], together)
+        for choice in others:
+            yield replace(choice, local=local)
+
+    return table_stays(every(), call)
+
+
+def gradient_choices(
+    call: Call,
+    line: str,
+    local: LocalCall,
+    *,
+    linear: Sequence[Group] = ((0,),),
+    by_freq: bool = False,
+) -> Iterator[Choice]:
+    """Operands: the gradient of what was looked up, the ids, and what else a batch has.
+
+    Each rank can make the gradient of the rows that it is preferred to have. With `by_freq` that is
+    scaled by how often an id occurs on all ranks: the batch is not sharded.
+    """
+    reduce_op = None if by_freq else "sum"
+    whole, *others = pattern_choices(parse(line), call, linear, reduce_op=reduce_op)
+    yield replace(whole, local=local)
+    for rows in call.wanted[:1]:
+        if rows.is_shard(0):
+            yield Choice(whole.inputs, (rows,), local)
+    for choice in others:
+        yield replace(choice, local=local)
+
+
+# -- lookups ---------------------------------------------------------------------------------
+
+
+def with_placement(layout: Layout, axes: Sequence[int], placement: Placement) -> Layout:
+    placements = list(layout.placements)
+    for axis in axes:
+        placements[axis] = placement
+    return layout.with_placements(tuple(placements))
+
+
+def _gathered(
+    layouts: Sequence[Layout],
+    ids: torch.Tensor,
+    offsets: Optional = None,
+    weights: Optional = None,
+) -> tuple[list[int], torch.Tensor, Optional]:
+    """The axes that shard both rows and ids; the checked ids and weights of all ranks there."""
+    table, ids_layout = layouts[:2]
+    met = [axis for axis in table.axes_of(0) if ids_layout.placements[axis].is_shard()]
+
+    def everywhere(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+        return execute(x, find_steps(layout, with_placement(layout, met, REPLICATE)))
+
+    if met:
+        ids = everywhere(ids, ids_layout)
+        ids_layout = with_placement(ids_layout, met, REPLICATE)
+        weights = None if weights is None else everywhere(weights, layouts[-2])
+    check_ids(ids, ids_layout, table.shape[0])
+    if offsets is not None:
+        check_offsets(offsets, ids.shape[0])
+    return met, ids, weights
+
+
+def _back(x: torch.Tensor, met: Sequence[int], held: Placement, out: Layout) -> torch.Tensor:
+    """A result that has the placement `held` over these axes, in the layout `out`."""
+    return execute(x, find_steps(with_placement(out, met, held), out)) if met else x
+
+
+def _first_row(table: Layout, coordinate: Coordinate) -> Any:
+    """The first row of a rank that may have only some."""
+    return table.box(coordinate)[0][0] if table.axes_of(0) else None
+
+
+def _by_owners(
+    table: Layout, fn: Callable[..., Any], tensors: Sequence[Optional], *options: Any
+) -> Any:
+    """`fn(*tensors, *options, first_row)` on each rank."""
+
+    def here(coordinate: Coordinate, *tensors: Any) -> Any:
+        return fn(*tensors, *options, _first_row(table, coordinate))
+
+    return each_rank(table.grid, here, *tensors, axes=table.axes_of(0))
+
+
+def lookup(
+    layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor, *options: Any
+) -> torch.Tensor:
+    """The rows that each rank owns, and zeros for those of others."""
+    met, ids, _ = _gathered(layouts, ids)
+    return _back(_by_owners(layouts[0], _own_rows, (weight, ids)), met, SUM, layouts[-1])
+
+
+def _own_rows(weight: torch.Tensor, ids: torch.Tensor, first_row: int | None) -> torch.Tensor:
+    if first_row is None:
+        return torch.embedding(weight, ids)
+    if weight.shape[0] == 0:
+        return weight.new_zeros((*ids.shape, weight.shape[1]))
+    if type(ids) is torch.Tensor and ids.is_cpu and ids.numel() >= _MANY_IDS:
+        rows, places = Bags(ids, None, None, -1).found(weight.shape[0], first_row)
+        assert places is not None, "rows of this table are sharded"
+        found = weight.new_zeros((ids.numel(), weight.shape[1]))
+        found.index_copy_(0, places, weight.index_select(0, rows))
+        return found.view(*ids.shape, weight.shape[1])
+    row, foreign = _own_row(ids, first_row, weight.shape[0])
+    return torch.embedding(weight, row).masked_fill_(foreign.unsqueeze(-1), 0)
+
+
+def _own_row(ids: torch.Tensor, first_row: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The local row of each id, and which ids another rank owns (their row is arbitrary)."""
+    shifted = ids - first_row
+    row = shifted.clamp(0, num_rows - 1)
+    return row, shifted != row
+
+
+LOOKUP = LocalCall(lookup, collective=True)
+ROWS = "[v] d, ... -> ... d"
+
+
+def _lookup_choices(call: Call) -> Iterator[Choice]:
+    """The op itself, unless rows are of others, or ids are out of range on some ranks only."""
+    for choice in lookup_choices(call, ROWS, LOOKUP, mask_partial(call)):
+        checks = choice.inputs[0].is_shard(0) or choice.inputs[1].is_shard()
+        yield choice if checks else replace(choice, local=None)
+
+
+def mask_partial(call: Call) -> MaskPartial:
+    weight = call.inputs[0]
+    known = all(type(s) is int for s in weight.shape)
+    return MaskPartial(logical_shape=tuple(weight.shape) if known else (), logical_dim=0)
+
+
+# -- bags ------------------------------------------------------------------------------------
+
+
+def _is_square(call: Call) -> bool:
+    """Whether each bag has as many ids: there are no offsets then."""
+    return call.inputs[1].ndim == 2
+
+
+def _inside(call: Call, mode: int) -> str:
+    """The letter of the ids in a bag: those of a mean stay together."""
+    return "[l]" if call.args[mode] == MODE_MEAN else "l"
+
+
+def _gathering(call: Call, *after: CollectiveCost) -> tuple[CollectiveCost, ...]:
+    """The collectives where ids are sharded like rows: theirs, and those of their bags."""
+    batch = [meta for meta in call.inputs[1:] if meta.ndim == 2]
+    return (*(CollectiveCost("all_gather", _num_bytes(meta)) for meta in batch), *after)
+
+
+def _num_bytes(meta: Any, dtype: torch.dtype | None = None) -> float:
+    sizes = (size if type(size) is int else 1024 for size in meta.shape)
+    return float(math.prod(sizes) * (dtype or meta.dtype).itemsize)
+
+
+def _pooled(
+    layouts: Sequence[Layout],
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    offsets: Optional,
+    weights: Optional,
+    *options: int,
+) -> torch.Tensor:
+    met, ids, weights = _gathered(layouts, ids, offsets, weights)
+    sums = _by_owners(layouts[0], pooled, (weight, ids, offsets, weights), *options)
+    return _back(sums, met, SUM, layouts[-1])
+
+
+POOLED = LocalCall(_pooled, collective=True)
+
+
+def _pooled_choices(call: Call) -> Iterator[Choice]:
+    """Operands: the table, the ids, and where there are any, the offsets and weights."""
+    line, linear = "[v] d, [n], [e], [n] -> [b] d", ((0,), (3,))
+    if _is_square(call):
+        line, linear = f"[v] d, b {_inside(call, 5)}, b l -> b d", ((0,), (2,))
+    together = _gathering(call, CollectiveCost("reduce_scatter", _num_bytes(call.outputs[0])))
+    return lookup_choices(call, line, POOLED, SUM, linear=linear, together=together)
+
+
+# Of a maximum with sharded rows, ranks agree on the largest entry of each column, then on the first
+# id that has it: two all-reduces. The gradient goes to that id alone.
+
+
+def largest(
+    weight: torch.Tensor, ids: torch.Tensor, offsets: Optional, padding_idx: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest entry of each bag and column, and the id it is of; 0 and -1 for an empty bag."""
+    best, place = rank_bags.largest(weight, ids, offsets, None, padding_idx)
+    return _winners(best, place, ids)
+
+
+def _winners(
+    best: torch.Tensor, place: torch.Tensor, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    empty = place == ids.numel()
+    padded = torch.nn.functional.pad(ids.reshape(-1), (0, 1), value=-1)
+    return best.masked_fill(empty, 0), padded[place]
+
+
+def _largest(
+    layouts: Sequence[Layout],
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    offsets: Optional,
+    padding_idx: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    table, (out, won) = layouts[0], layouts[-2:]
+    grid, row_axes = table.grid, table.axes_of(0)
+    met, ids, _ = _gathered(layouts, ids, offsets)
+    batch = (weight, ids, offsets, None)
+    best, place = _by_owners(table, rank_bags.largest, batch, padding_idx)
+    if row_axes:
+        own = best
+        for axis in row_axes:
+            best = collectives.all_reduce(best, "max", grid, axis)
+        place = each_rank(grid, _standing, best, own, place, ids, axes=())
+        for axis in row_axes:
+            place = collectives.all_reduce(place, "min", grid, axis)
+    values, ids_won = each_rank(grid, lambda _, *t: _winners(*t), best, place, ids, axes=())
+    return _back(values, met, REPLICATE, out), _back(ids_won, met, REPLICATE, won)
+
+
+def _standing(
+    _: Coordinate, best: torch.Tensor, own: torch.Tensor, place: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """The position of this rank's entry where no other rank has a larger one."""
+    return torch.where(best == own, place, ids.numel())
+
+
+LARGEST = LocalCall(_largest, collective=True)
+
+
+def _largest_choices(call: Call) -> Iterator[Choice]:
+    """Operands: the table, the ids, and perhaps offsets."""
+    line = "[v] d, b [l] -> b d, b d" if _is_square(call) else "[v] d, [n], [e] -> [b] d, [b] d"
+    agreed = tuple(
+        CollectiveCost("all_reduce", _num_bytes(call.outputs[0], dtype))
+        for dtype in (None, torch.int64)
+    )
+    together = _gathering(call, *agreed)
+    return lookup_choices(
+        call, line, LARGEST, REPLICATE, linear=(), alone=agreed, together=together
+    )
+
+
+# -- gradients -------------------------------------------------------------------------------
+
+
+class SparseRows(NamedTuple):
+    """Local row numbers, with repeats, and one row of values for each; all other rows are zero."""
+
+    layout: Layout
+    rows: torch.Tensor
+    values: torch.Tensor
+
+    def dense(self) -> torch.Tensor:
+        """The same values as a dense shard of the table."""
+        layout = self.layout
+
+        def here(coordinate: Coordinate, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            return values.new_zeros(layout.local_shape(coordinate)).index_add_(0, rows, values)
+
+        axes = tuple(a for a, p in enumerate(layout.placements) if p.is_shard())
+        return each_rank(layout.grid, here, self.rows, self.values, axes=axes)
+
+
+def sparse_grad(grad: torch.Tensor, ids: torch.Tensor, offsets: Optional, *rest: Any) -> tuple[Any]:
+    """As `pooled_grad`, or of a row for each id; on DTensors, one SparseRows."""
+    return (pooled_grad(*_as_bags(grad, ids, offsets), *rest),)
+
+
+def _as_bags(grad: Any, ids: Any, offsets: Optional) -> tuple[Any, Any, Optional]:
+    """A row for each id is a bag of one."""
+    if offsets is None and grad.dim() > ids.dim():
+        grad, ids = grad.reshape(ids.numel(), grad.shape[-1]), ids.reshape(-1, 1)
+    return grad, ids, offsets
+
+
+def rows_grad(
+    layouts: Sequence[Layout],
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    offsets: Optional,
+    weights: Optional,
+    padding_idx: int,
+    num_rows: int,
+    *options: Any,
+    sparse: bool = False,
+) -> Any:
+    table, compute = layouts[-1], row_grads if sparse else pooled_grad
+
+    def here(coordinate: Coordinate, *tensors: Any) -> Any:
+        batch = (*_as_bags(*tensors[:3]), tensors[3])
+        rest = padding_idx, table.local_shape(coordinate)[0], *options
+        return compute(*batch, *rest, _first_row(table, coordinate))
+
+    found = each_rank(table.grid, here, grad, ids, offsets, weights, axes=table.axes_of(0))
+    return (SparseRows(table, *found),) if sparse else found
+
+
+POOLED_GRAD = LocalCall(rows_grad, collective=True)
+SPARSE_GRAD = LocalCall(functools.partial(rows_grad, sparse=True), collective=True)
+EACH = "... d, ... -> v d"
+
+
+def _rows_grad_choices(call: Call) -> Iterator[Choice]:
+    """Operands: the gradient of the bags, the ids, and where there are any, offsets and weights."""
+    local = POOLED_GRAD if call.op is pooled_grad else SPARSE_GRAD
+    line, linear = "[b] d, [n], [e], [n] -> v d", ((0,), (3,))
+    if call.args[2] is None:
+        line, linear = f"b d, b {_inside(call, 6)}, b l -> v d", ((0,), (2,))
+        if call.inputs[0].ndim > call.inputs[1].ndim:
+            line = EACH
+    return gradient_choices(call, line, local, linear=linear, by_freq=call.args[7])
+
+
+def table_grad(
+    layouts: Sequence[Layout],
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    num_rows: int,
+    padding_idx: int,
+    by_freq: bool,
+) -> torch.Tensor:
+    """The gradient of a table whose rows were looked up, by torch's kernel or as that of bags."""
+    table = layouts[-1]
+    # Torch's CPU kernel takes several times as long as adding rows, except for few ids. The CUDA
+    # kernel adds in a fixed order, and the compiler knows it.
+    few = type(ids) is torch.Tensor and ids.numel() <= _FEW_IDS
+    if has_values(ids) and not few and not ids.is_cuda:
+        return rows_grad(layouts, grad, ids, None, None, padding_idx, num_rows, MODE_SUM, by_freq)
+
+    def here(coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        num_rows, first_row = table.local_shape(coordinate)[0], _first_row(table, coordinate)
+        if any(type(size) is int and size == 0 for size in (num_rows, grad.shape[-1])):
+            return grad.new_zeros((num_rows, grad.shape[-1]))  # it fails on CUDA
+        if first_row is None:
+            return _dense_backward(grad, ids, num_rows, padding_idx, by_freq)
+        row, skipped = _own_row(ids, first_row, num_rows)
+        if padding_idx >= 0:
+            skipped = skipped | (ids == padding_idx)
+        # Skipped ids become the padding index, which needs no copy of the gradient.
+        if not grad.is_cuda and not by_freq:
+            return _dense_backward(grad, row.masked_fill(skipped, -1), num_rows, -1, False)
+        # On CUDA, and where rows are counted, the padding index must be a row: an extra one.
+        row = row.masked_fill(skipped, num_rows)
+        return _dense_backward(grad, row, num_rows + 1, num_rows, by_freq)[:num_rows]
+
+    found: torch.Tensor = each_rank(table.grid, here, grad, ids, axes=table.axes_of(0))
+    return found
+
+
+TABLE_GRAD = LocalCall(table_grad, collective=True)
+
+
+def _table_grad_choices(call: Call) -> Iterator[Choice]:
+    """Operands: the gradient of the rows that were looked up, and the ids."""
+    sizes = call.inputs[1].shape
+    few = all(type(size) is int for size in sizes) and math.prod(sizes) <= _FEW_IDS
+    for choice in gradient_choices(call, EACH, TABLE_GRAD, by_freq=call.args[4]):
+        rows_sharded = choice.outputs[0].is_shard(0)
+        yield choice if rows_sharded or not few else replace(choice, local=None)
+
+
+def largest_grad(
+    grad: torch.Tensor, won: torch.Tensor, num_rows: int, first_row: int | None = None
+) -> torch.Tensor:
+    """The gradient of the table: that of a bag's column goes to the id that had the largest."""
+    found = grad.new_zeros((num_rows, grad.shape[1]))
+    if type(num_rows) is int and num_rows == 0:
+        return found
+    row, foreign = _own_row(won, first_row or 0, num_rows)
+    return found.scatter_add(0, row.long(), grad.masked_fill(foreign | (won < 0), 0))
+
+
+def _largest_grad(
+    coordinate: Coordinate,
+    layouts: Sequence[Layout],
+    grad: torch.Tensor,
+    won: torch.Tensor,
+    num_rows: int,
+) -> torch.Tensor:
+    table = layouts[-1]
+    return largest_grad(grad, won, table.local_shape(coordinate)[0], _first_row(table, coordinate))
+
+
+LARGEST_GRAD = LocalCall(_largest_grad, per_rank=True)
+
+
+def _largest_grad_choices(call: Call) -> Iterator[Choice]:
+    """Operands: the gradient of the bags, and the ids that had the largest."""
+    return gradient_choices(call, "b d, b d -> v d", LARGEST_GRAD)
+
+
+def _sample_grad(coordinate: Coordinate, layouts: Sequence[Layout], *args: Any) -> torch.Tensor:
+    return sample_grad(*args, _first_row(layouts[-2], coordinate))
+
+
+SAMPLE_GRAD = LocalCall(_sample_grad, per_rank=True)
+
+
+def _sample_grad_choices(call: Call) -> Iterator[Choice]:
+    """Operands: the gradient of the bags, the ids, the offsets if there are any, and the table."""
+    line = "b d, b l, v d -> b l" if _is_square(call) else "[b] d, [n], [e], v d -> [n]"
+    table = len(call.inputs) - 1
+    for choice in table_stays(pattern_choices(parse(line), call, ((0,), (table,))), call, table):
+        yield replace(choice, local=SAMPLE_GRAD)
+
+
+# -- rows of a maximal norm ------------------------------------------------------------------
+
+
+def renorm(
+    layouts: Sequence[Layout],
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    max_norm: float,
+    norm_type: float,
+) -> torch.Tensor:
+    """Scale down the rows of the ids that this rank owns, in place."""
+    table = layouts[0]
+    check_ids(ids, layouts[1], table.shape[0])
+    with torch.no_grad():
+        _by_owners(table, scale_rows, (weight, ids, None, None), -1, max_norm, norm_type)
+    return weight
+
+
+RENORM = LocalCall(renorm, collective=True)
+_NORMS = "v [d], ... -> v [d]"
+
+
+def _renorm_choices(call: Call) -> Iterator[Choice]:
+    """Operands: the table, which is written to, and the ids. A norm needs all columns of a row."""
+    for choice in pattern_choices(parse(_NORMS), call, reduce_op=None):
+        yield replace(choice, local=RENORM)
+
+
+RULES: Table = table(
+    ((aten.embedding.default,), Rule(_lookup_choices, ROWS)),
+    ((aten.embedding_dense_backward.default,), Rule(_table_grad_choices, EACH)),
+    ((aten.embedding_renorm_.default,), Rule(_renorm_choices, _NORMS)),
+    ((pooled,), Rule(_pooled_choices, "v d, b ... -> b d")),
+    ((pooled_grad, sparse_grad), Rule(_rows_grad_choices, "b d, b ... -> v d")),
+    ((sample_grad,), Rule(_sample_grad_choices, "b d, b ..., v d -> b ...")),
+    ((largest,), Rule(_largest_choices, "v d, b ... -> b d, b d")),
+    ((largest_grad,), Rule(_largest_grad_choices, "b d, b d -> v d")),
+)
