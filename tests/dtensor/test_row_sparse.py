@@ -156,6 +156,30 @@ def test_added_to_terms(mesh, ids_placements):
     torch.testing.assert_close(value(dense), 10 + 2 * expected)
 
 
+@pytest.mark.parametrize("first", ["table", "head"])
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=repr)
+def test_a_scaler_finds_an_infinity_of_one_rank(mesh, placement, first):
+    """Among sparse and dense gradients, in any order."""
+    weight, ids = torch.randn(ROWS, COLUMNS), lay(torch.tensor([0, 10, 0]), mesh, [R])
+    for factor in (1.0, torch.inf):
+        table, head = (
+            nn.Parameter(lay(x, mesh, [p])) for x, p in ((weight, placement), (weight.t(), R))
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer = torch.optim.SGD([table, head] if first == "table" else [head, table], lr=0.5)
+        scale = lay(torch.tensor([1.0, factor, 1.0]), mesh, [R])
+        rows = F.embedding(ids, table, sparse=True)
+        scaler.scale(((rows @ head.detach()).sum(1) * scale).sum() + head.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        expected = weight.clone()
+        if factor == 1.0:
+            expected[0] -= weight.sum(0)
+            expected[10] -= weight.sum(0) / 2
+        torch.testing.assert_close(value(table.detach()), expected)
+        assert scaler.get_scale() == (4.0 if factor == 1.0 else 2.0)
+
+
 def test_to_local_is_a_sparse_tensor(mesh):
     expected, found = gradients(mesh, [S0], [R], torch.tensor([0, 10, 0]))
     local = found.to_local()

@@ -72,35 +72,31 @@ def combined(grid: Grid, parts: Sequence[torch.Tensor], op: str = "sum") -> list
 # -- of DTensors -----------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
 class Routing:
     """Which ids were requested from which rank along one axis of a mesh, each id once."""
 
-    __slots__ = ("asked", "axis", "grid", "num_given", "num_wanted", "order", "starts")
-
-    def __init__(
-        self,
-        grid: Grid,
-        axis: int,
-        order: torch.Tensor,
-        starts: torch.Tensor,
-        asked: torch.Tensor,
-        num_wanted: HostCounts,
-        num_given: HostCounts,
-    ) -> None:
-        self.grid, self.axis = grid, axis
-        #: The places of equal ids among this rank's, and where each different id begins there.
-        self.order, self.starts = order, starts
-        #: The ids requested from this rank, by coordinate of the axis.
-        self.asked = asked
-        #: How many ids this rank requests from each coordinate, and each from this rank.
-        self.num_wanted, self.num_given = num_wanted, num_given
+    grid: Grid
+    axis: int
+    #: The places of equal ids among this rank's, and where each different id begins there.
+    order: torch.Tensor
+    starts: torch.Tensor
+    #: The ids requested from this rank, by coordinate of the axis.
+    asked: torch.Tensor
+    #: How many ids this rank requests from each coordinate, and each from this rank.
+    num_wanted: HostCounts
+    num_given: HostCounts
 
     def answer(self, rows: torch.Tensor) -> torch.Tensor:
         """Send the rows of the requested ids; returns one row for each of this rank's ids."""
         arrived = collectives.all_to_all_uneven(
             rows, self.num_given, self.num_wanted, self.grid, self.axis
         )
-        return each_rank(self.grid, _spread, arrived, self.order, self.starts, axes=())
+
+        def spread(_: Coordinate, rows: torch.Tensor, *runs: torch.Tensor) -> torch.Tensor:
+            return rows.index_select(0, places_of_runs(*runs))
+
+        return each_rank(self.grid, spread, arrived, self.order, self.starts, axes=())
 
     def hand_in(self, values: torch.Tensor) -> torch.Tensor:
         """Send one row for each of this rank's ids to the owners, which get them as in `asked`.
@@ -108,22 +104,13 @@ class Routing:
         Rows of equal ids are summed before they are sent.
         """
 
-        summed = each_rank(self.grid, _merged, values, self.order, self.starts, axes=())
+        def merge(_: Coordinate, values: torch.Tensor, *runs: torch.Tensor) -> torch.Tensor:
+            return segment_sums(values, *runs)
+
+        summed = each_rank(self.grid, merge, values, self.order, self.starts, axes=())
         return collectives.all_to_all_uneven(
             summed, self.num_wanted, self.num_given, self.grid, self.axis
         )
-
-
-def _spread(
-    _: Coordinate, rows: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
-) -> torch.Tensor:
-    return rows.index_select(0, places_of_runs(order, starts))
-
-
-def _merged(
-    _: Coordinate, values: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
-) -> torch.Tensor:
-    return segment_sums(values, order, starts)
 
 
 def route(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from shardwise._torch.functions import assert_async
 from shardwise.comm import collectives
 from shardwise.core.layout import Layout
-from shardwise.core.mesh import Coordinate, Grid
+from shardwise.core.mesh import Coordinate
 from shardwise.errors import BatchError
 from shardwise.simulation.ranks import each_rank, one_part, parts_of
 
@@ -36,28 +37,29 @@ def check_ids(ids: torch.Tensor, layout: Layout, num_rows: Any) -> None:
             low, high = torch.aminmax(ids)
             _raise_outside(int(low), int(high), num_rows)
     elif has_values(ids) and not ids.is_cuda and not ids.is_meta:
-        found = widened(id_range(ids, layout), layout.grid, axes)
-        raise_out_of_range(found, num_rows)
+        raise_out_of_range(id_range(ids, layout, axes), num_rows)
     else:
-        each_rank(layout.grid, _assert_in_range(num_rows), ids, axes=())
+
+        def check(_: Coordinate, ids: torch.Tensor) -> torch.Tensor:
+            inside = ((ids >= 0) & (ids < num_rows)).all()
+            assert_async(inside, f"index out of range in a table of {num_rows} rows")
+            return ids
+
+        each_rank(layout.grid, check, ids, axes=())
 
 
-def id_range(ids: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """`[-lowest, highest]` of each rank's ids, so that a maximum combines ranks."""
-    return each_rank(layout.grid, _range, ids, axes=())
+def id_range(ids: torch.Tensor, layout: Layout, axes: Sequence[int]) -> torch.Tensor:
+    """`[-lowest, highest]` of the ids of all ranks along `axes`: a maximum combines ranks."""
 
+    def here(_: Coordinate, ids: torch.Tensor) -> torch.Tensor:
+        if not ids.numel():
+            return torch.tensor([0, -1], device=ids.device)
+        low, high = torch.aminmax(ids)
+        return torch.stack([-low, high]).long()
 
-def _range(_: Coordinate, ids: torch.Tensor) -> torch.Tensor:
-    if not ids.numel():
-        return torch.tensor([0, -1], device=ids.device)
-    low, high = torch.aminmax(ids)
-    return torch.stack([-low, high]).long()
-
-
-def widened(found: torch.Tensor, grid: Grid, axes: tuple[int, ...]) -> torch.Tensor:
-    """The range of the ids of all ranks along `axes`."""
+    found: torch.Tensor = each_rank(layout.grid, here, ids, axes=())
     for axis in axes:
-        found = collectives.all_reduce(found, "max", grid, axis)
+        found = collectives.all_reduce(found, "max", layout.grid, axis)
     return found
 
 
@@ -73,15 +75,6 @@ def _raise_outside(low: int, high: int, num_rows: int) -> None:
         raise IndexError(
             f"index out of range in a table of {num_rows} rows: ids run from {low} to {high}."
         )
-
-
-def _assert_in_range(num_rows: Any) -> Any:
-    def check(_: Coordinate, ids: torch.Tensor) -> torch.Tensor:
-        inside = ((ids >= 0) & (ids < num_rows)).all()
-        assert_async(inside, f"index out of range in a table of {num_rows} rows")
-        return ids
-
-    return check
 
 
 _INTEGERS = (torch.int32, torch.int64)

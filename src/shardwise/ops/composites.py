@@ -24,7 +24,7 @@ from shardwise.dtensor.operands import check_plain
 from shardwise.dtensor.snapshots import add_source
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
-from shardwise.lookup.ids import has_values, id_range, sharded_axes, widened
+from shardwise.lookup.ids import has_values, id_range, sharded_axes
 from shardwise.ops.operands import all_distributed
 from shardwise.simulation.ranks import plain_if_equal
 
@@ -124,7 +124,7 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
     layout = x._layout.reduced()
     x = x.redistribute(placements=layout.placements, order=layout.order)
     if num_classes == -1 or (has_values(x._local) and not x.is_cuda and not x.is_meta):
-        found = widened(id_range(x._local, layout), layout.grid, sharded_axes(layout))
+        found = id_range(x._local, layout, sharded_axes(layout))
         negative_low, high = plain_if_equal(found).tolist()
         if negative_low > 0 or (num_classes != -1 and num_classes <= high):
             raise RuntimeError(

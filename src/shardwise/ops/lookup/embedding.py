@@ -10,6 +10,7 @@ needs.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placements import SUM, Placement, Shard
-from shardwise.core.sizes import shard_range
+from shardwise.core.sizes import lengths
 from shardwise.core.untraced import SkipsNone, UntracedFunction, differentiated_once
 from shardwise.dispatch.propagate import forbid_sent
 from shardwise.dispatch.rule import Call, Choice, CollectiveCost, LocalCall, Rule, Table, table
@@ -37,7 +38,6 @@ from shardwise.lookup.ids import (
     promoted,
     raise_out_of_range,
     sharded_axes,
-    widened,
 )
 from shardwise.ops.lookup.rank_bags import (
     MODE_MAX,
@@ -47,9 +47,10 @@ from shardwise.ops.lookup.rank_bags import (
     pooled_grad,
     sample_grad,
 )
-from shardwise.ops.lookup.row_sparse import RowSparse
+from shardwise.ops.lookup.row_sparse import make as make_row_sparse
 from shardwise.ops.lookup.rules import (
     ROWS,
+    both_shard,
     largest,
     largest_grad,
     lookup,
@@ -69,34 +70,34 @@ _table_grad = aten.embedding_dense_backward.default
 _ID_BYTES = 8
 
 
-def both_sharded(weight: Layout, ids: Layout) -> bool:
-    """Whether one axis shards both the table's rows and the ids."""
-    for w, i in zip(weight.placements, ids.placements, strict=False):
-        if type(w) is Shard and w.dim == 0 and type(i) is Shard:
-            return True
-    return False
-
-
 # -- forward ---------------------------------------------------------------------------------
 
 
-def routed_lookup(
-    weight: torch.Tensor, ids: torch.Tensor, static: bool
-) -> tuple[torch.Tensor, None]:
-    """A lookup that also returns its routing if ids were exchanged.
-
-    With `static`, no size may be data-dependent.
-    """
+def routed_lookup(weight: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """A lookup that also returns its routing if ids were exchanged."""
     return torch.embedding(weight, ids), None
 
 
 def _exchanged(
-    layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor, static: bool
+    layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, Routing | None]:
     table, ids_layout = layouts[:2]
-    if not _exchanges(table, ids_layout):
-        return _gathered(layouts, weight, ids, static)
-    routing = _route(table, ids_layout, ids)
+    axis = exchange_axis(table, ids_layout)
+    if axis is None:
+        return _gathered(layouts, weight, ids)
+    grid, num_rows, shard = table.grid, table.shape[0], table.placements[axis]
+    assert isinstance(shard, Shard), "ids are exchanged along an axis that shards rows"
+    num_owned = lengths(num_rows, grid.shape[axis], shard.sizes)
+    others = tuple(a for a in sharded_axes(ids_layout) if a != axis)
+    routing = route(
+        grid,
+        axis,
+        each_rank(grid, lambda _, ids: ids.reshape(-1), ids, axes=()),
+        list(itertools.accumulate(num_owned, initial=0)),
+        # Of this rank along the axis. On CUDA too: the counts must be read anyway.
+        id_range(ids, ids_layout, others),
+        lambda ranges: raise_out_of_range(ranges, num_rows),
+    )
 
     def rows(coordinate: Coordinate, weight: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
         return weight.index_select(0, asked - table.box(coordinate)[0][0])
@@ -104,39 +105,18 @@ def _exchanged(
     def shaped(_: Coordinate, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return rows.view(*ids.shape, rows.shape[-1])
 
-    found = each_rank(table.grid, rows, weight, routing.asked, axes=table.axes_of(0))
-    return each_rank(table.grid, shaped, routing.answer(found), ids, axes=()), routing
+    found = each_rank(grid, rows, weight, routing.asked, axes=(axis,))
+    return each_rank(grid, shaped, routing.answer(found), ids, axes=()), routing
 
 
-def _exchanges(table: Layout, ids: Layout) -> bool:
-    """Whether one axis alone shards the rows, and shards the ids as well."""
+def exchange_axis(table: Layout, ids: Layout) -> int | None:
+    """The axis that alone shards the rows, if it shards the ids as well."""
     axes = table.axes_of(0)
-    return len(axes) == 1 and ids.placements[axes[0]].is_shard()
-
-
-def _route(table: Layout, ids_layout: Layout, ids: torch.Tensor) -> Routing:
-    grid, num_rows = table.grid, table.shape[0]
-    (axis,) = table.axes_of(0)
-    # On CUDA too: the counts must be read anyway.
-    found = id_range(ids, ids_layout)
-    others = tuple(a for a in sharded_axes(ids_layout) if a != axis)
-    shard = table.placements[axis]
-    assert isinstance(shard, Shard), "ids are exchanged along an axis that shards rows"
-    starts = [
-        shard_range(num_rows, grid.shape[axis], i, shard.sizes)[0] for i in range(grid.shape[axis])
-    ]
-    return route(
-        grid,
-        axis,
-        each_rank(grid, lambda _, ids: ids.reshape(-1), ids, axes=()),
-        [*starts, num_rows],
-        widened(found, grid, others),
-        lambda ranges: raise_out_of_range(ranges, num_rows),
-    )
+    return axes[0] if len(axes) == 1 and ids.placements[axes[0]].is_shard() else None
 
 
 def _gathered(
-    layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor, static: bool
+    layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
     return lookup(layouts, weight, ids), None
 
@@ -148,32 +128,24 @@ GATHERED = LocalCall(_gathered, collective=True)
 def _routed_choices(call: Call) -> Iterator[Choice]:
     """Operands: the table and the ids."""
     weight, ids = call.inputs
-    num_ids = math.prod(s if type(s) is int else 1024 for s in ids.shape)
-    columns = weight.shape[1] if type(weight.shape[1]) is int else 64
-    row_bytes = columns * weight.dtype.itemsize
+    of_rows, num_ids = mask_partial(call), math.prod(ids.shape)
+    row_bytes = weight.shape[1] * weight.dtype.itemsize
     gathering, exchanging = _ways(num_ids, num_ids, row_bytes, max(call.axis_size, 1))
-    of_rows = mask_partial(call)
     yield from lookup_choices(call, ROWS, GATHERED, of_rows, together=gathering)
-    if not call.args[2]:
-        for choice in lookup_choices(call, ROWS, EXCHANGED, of_rows, together=exchanging):
-            # Along the axis on which ids are exchanged alone.
-            yield replace(choice, alone=((0, 0),)) if choice.sent else choice
+    for choice in lookup_choices(call, ROWS, EXCHANGED, of_rows, together=exchanging):
+        # Along the axis on which ids are exchanged alone.
+        yield replace(choice, alone=((0, 0),)) if choice.sent else choice
 
 
 def _ways(
     num_ids: int, num_results: int, row_bytes: int, num_ranks: int
 ) -> tuple[tuple[CollectiveCost, ...], tuple[CollectiveCost, ...]]:
     """The collectives of gathering the ids along an axis, and those of exchanging them."""
-    sent = (
-        3 * _ID_BYTES * num_ranks,
-        num_ids * _ID_BYTES / num_ranks,
-        num_ids * row_bytes / num_ranks,
-    )
+    num_here = num_ids / num_ranks
+    gathered = ("all_gather", num_ids * _ID_BYTES), ("reduce_scatter", num_results * row_bytes)
+    sent = (3 * _ID_BYTES * num_ranks, num_here * _ID_BYTES, num_here * row_bytes)
     return (
-        (
-            CollectiveCost("all_gather", num_ids * _ID_BYTES),
-            CollectiveCost("reduce_scatter", num_results * row_bytes),
-        ),
+        tuple(CollectiveCost(*each) for each in gathered),
         tuple(CollectiveCost("all_to_all", num_bytes) for num_bytes in sent),
     )
 
@@ -244,13 +216,13 @@ class EmbeddingLookup(UntracedFunction):
             found = run(sparse_grad, *bags, num_rows, MODE_SUM, by_freq, preferred=layout)
         else:
             found = run(_table_grad, grad, ids, num_rows, padding_idx, by_freq, preferred=layout)
-        return RowSparse.of(*found) if sparse else found, None, None
+        return make_row_sparse(*found[0]) if sparse else found, None, None
 
 
 def _look_up(weight: Any, ids: Any) -> tuple[Any, Any]:
-    """The rows, and the routing if ids were exchanged."""
-    if both_sharded(weight._layout, ids._layout):
-        return run(routed_lookup, weight, ids, not has_values(ids._local))
+    """The rows, and the routing if ids were exchanged: never in a graph, whose sizes are known."""
+    if both_shard(weight._layout, ids._layout) and has_values(ids._local):
+        return run(routed_lookup, weight, ids)
     return run(_table_lookup, weight, ids), None
 
 
@@ -310,10 +282,10 @@ RULES: Table = table(
 def exchanges_rows(weight: Any, ids: Any) -> bool:
     """Whether to exchange the rows of `ids`, of shape (bags, ids in each)."""
     table, bags = weight._layout, ids._layout
-    axes = table.axes_of(0)
-    if len(axes) != 1 or not bags.placements[axes[0]].is_shard(0) or not has_values(ids._local):
+    axis = exchange_axis(table, bags)
+    if axis is None or not bags.placements[axis].is_shard(0) or not has_values(ids._local):
         return False
-    num_ranks, (num_bags, length) = table.grid.shape[axes[0]], bags.shape
+    num_ranks, (num_bags, length) = table.grid.shape[axis], bags.shape
     ways = _ways(num_bags * length, num_bags, table.shape[1] * table.dtype.itemsize, num_ranks)
     gather_s, exchange_s = (
         sum(collective_s(each.kind, num_ranks, each.num_bytes) for each in way) for way in ways
@@ -382,7 +354,7 @@ class Pooled(SkipsNone):
         elif for_weight:
             op = sparse_grad if sparse else pooled_grad
             found = run(op, grad, *batch, layout.shape[0], mode, by_freq, preferred=layout)
-            found = RowSparse.of(*found) if sparse else found
+            found = make_row_sparse(*found[0]) if sparse else found
         if for_weights:
             along = run(sample_grad, grad, ids, offsets, None, padding_idx, weight)
         return found, None, None, along, None, None

@@ -9,8 +9,7 @@ table it may be Partial; it is then reduced when coalesced or added, by gatherin
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +20,11 @@ from shardwise.comm import collectives
 from shardwise.comm.watch import because
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.mesh import Coordinate, Grid
-from shardwise.core.placements import SUM, Partial
+from shardwise.core.placements import REPLICATE, SUM, Partial
 from shardwise.core.sizes import unrecorded
 from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.dispatch.variants import UNSCALE
+from shardwise.dtensor import fallback
 from shardwise.dtensor.compile import FlatContext, context_of, part_names
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, UnsupportedError
@@ -37,7 +37,6 @@ from shardwise.simulation.ranks import (
     held_like,
     parts_of,
     per_rank,
-    plain_if_equal,
     roster_of,
 )
 from shardwise.simulation.roster import Roster
@@ -66,10 +65,6 @@ class RowSparse(DTensor):
     __slots__ = ("_coalesced", "_rows")
     _rows: torch.Tensor
     _coalesced: bool
-
-    @staticmethod
-    def of(held: SparseRows, coalesced: bool = False) -> RowSparse:
-        return make(held.layout, held.rows, held.values, coalesced)
 
     @property
     def is_sparse(self) -> bool:  # type: ignore[override]
@@ -105,19 +100,18 @@ class RowSparse(DTensor):
             raise UnsupportedError(
                 "new() of a row-sparse DTensor takes the indices and values of one, and its size."
             )
-        return args[1].together_with(args[0])
+        return args[1].at(args[0])
 
     @untraced
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """This rank's shard, as torch's sparse COO tensor."""
-        reduced = self._reduce()
-        layout = self._layout
 
         def here(coordinate: Coordinate, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            size = layout.local_shape(coordinate)
+            size = self._layout.local_shape(coordinate)
             return torch.sparse_coo_tensor(rows.unsqueeze(0), values, size, check_invariants=False)
 
-        return each_rank(layout.grid, here, reduced._rows, reduced._local)
+        reduced = self._reduce()
+        return each_rank(self._layout.grid, here, reduced._rows, reduced._local)
 
     @untraced
     def to_dense(self, dtype: torch.dtype | None = None, *, masked_grad: Any = None) -> DTensor:
@@ -133,8 +127,8 @@ class RowSparse(DTensor):
 
     def terms(self) -> DTensor:
         """As `to_dense`, but Partial where this is."""
-        held = SparseRows(self._layout, self._rows, self._local)
-        return DTensor._wrap(held.dense(), held.layout)
+        dense = SparseRows(self._layout, self._rows, self._local).dense()
+        return DTensor._wrap(dense, self._layout)
 
     @untraced
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -148,6 +142,10 @@ class RowSparse(DTensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"RowSparse({self._layout!r}, rows={self._rows!r}, values={self._local!r})"
+
+    def _with(self, values: torch.Tensor) -> RowSparse:
+        """The same rows, with other values."""
+        return make(self._layout, self._rows, values, self._coalesced)
 
     def _reduce(self) -> RowSparse:
         """Replicated where it was Partial: all ranks of such an axis get all rows."""
@@ -272,12 +270,13 @@ def gather_rows(
     def join(_: Coordinate, t: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         return torch.cat([part[:num] for part, num in zip(t, counts.tolist(), strict=True)])
 
-    found = []
-    for tensor in (rows, values):
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
         padded = each_rank(grid, pad, tensor, counts, axes=())
         everywhere = collectives.all_gather(padded, grid, axis)
-        found.append(each_rank(grid, join, everywhere, counts, axes=()))
-    return found[0], found[1]
+        found: torch.Tensor = each_rank(grid, join, everywhere, counts, axes=())
+        return found
+
+    return gather(rows), gather(values)
 
 
 # -- the indices and values ------------------------------------------------------------------
@@ -302,24 +301,13 @@ class HeldRows(torch.Tensor):
         return out
 
     @untraced
-    def together_with(self, indices: HeldRows) -> RowSparse:
+    def at(self, indices: HeldRows) -> RowSparse:
         """These values at the rows of `indices`."""
         return make(self.origin._layout, indices.local[0], self.local, self.origin._coalesced)
 
     def numel(self) -> int:
         """The number on all ranks present: torch's optimizers skip a gradient without values."""
         return sum(part.numel() for part in parts_of(self.local))
-
-    def note_infinities(self, found_inf: torch.Tensor) -> None:
-        """Set `found_inf` to 1 on all ranks of the mesh if a value of any is not finite."""
-        grid = self.origin._layout.grid
-
-        def count(_: Coordinate, values: torch.Tensor) -> torch.Tensor:
-            return (~torch.isfinite(values)).sum()
-
-        terms = make_layout(grid, (SUM,) * grid.num_axes, (), (), torch.int64)
-        found = DTensor._wrap(each_rank(grid, count, self.local), terms).full_tensor()
-        found_inf.masked_fill_(plain_if_equal(found) > 0, 1.0)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"HeldRows({self.local!r})"
@@ -331,15 +319,22 @@ class HeldRows(torch.Tensor):
     ) -> Any:
         if func in _MAKE_SPARSE:
             indices, values = (a for a in args if isinstance(a, HeldRows))
-            return values.together_with(indices)
+            return values.at(indices)
         if func is UNSCALE:
-            return _unscale(*args)
-        locals_ = [a.local if isinstance(a, HeldRows) else a for a in args]
-        out = func(*locals_, **(kwargs or {}))
+            return fallback.DECOMPOSITIONS[func](*args)
+        out = func(*(a.local if isinstance(a, HeldRows) else a for a in args), **(kwargs or {}))
         if isinstance(args[0], HeldRows) and out is args[0].local:
             return args[0]
         origin = next(a.origin for a in args if isinstance(a, HeldRows))
+        if func is aten.sum.default:
+            return _sum_of_ranks(origin._layout, out)
         return HeldRows.of(out, origin) if isinstance(out, torch.Tensor) else out
+
+
+def _sum_of_ranks(layout: Layout, term: torch.Tensor) -> DTensor:
+    """A sum over the rows of all ranks, of which each has those of this layout."""
+    placements = tuple(REPLICATE if p.is_replicate() else SUM for p in layout.placements)
+    return DTensor._wrap(term, make_layout(layout.grid, placements, (), (), term.dtype))
 
 
 #: The ops of `torch.sparse_coo_tensor(indices, values, size)`.
@@ -348,17 +343,6 @@ _MAKE_SPARSE = {
     aten._sparse_coo_tensor_with_dims_and_tensors.default,
     aten.sparse_coo_tensor.indices_size,
 }
-
-
-def _unscale(tensors: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """The op of a GradScaler: what one rank finds in its rows, all ranks have to know."""
-    for held in tensors:
-        if isinstance(held, HeldRows):
-            held.note_infinities(found_inf)
-            held.local.mul_(inv_scale)
-    others = [tensor for tensor in tensors if not isinstance(tensor, HeldRows)]
-    if others:
-        UNSCALE(others, found_inf, inv_scale)
 
 
 # -- ops on a sparse gradient ----------------------------------------------------------------
@@ -379,12 +363,7 @@ def _add(a: Any, b: Any, *, alpha: float = 1) -> Any:
 
 def _add_(a: Any, b: Any, *, alpha: float = 1) -> Any:
     if isinstance(a, RowSparse):
-        if not isinstance(b, RowSparse):
-            return NotImplemented
-        total = _joined(a, b, alpha)
-        a._local, a._rows, a._layout = total._local, total._rows, total._layout
-        a._coalesced = False
-        return a
+        return _become(a, _joined(a, b, alpha)) if isinstance(b, RowSparse) else NotImplemented
     if not isinstance(a, DTensor):
         return NotImplemented
     if any(p.is_partial() for p in a.placements):  # terms, as large as the whole on every rank
@@ -433,22 +412,23 @@ def _joined(a: RowSparse, b: RowSparse, alpha: float) -> RowSparse:
 
 def _as_terms(x: RowSparse, other: Layout) -> RowSparse:
     """`x` as terms of a sum along the axes where it or `other` is Partial; nothing is sent."""
-    layout = x._layout
-    pairs = list(zip(layout.placements, other.placements, strict=True))
-    partial = [a for a, (own, its) in enumerate(pairs) if own.is_partial() or its.is_partial()]
-    whole = [a for a in partial if not layout.placements[a].is_partial()]
+    layout, rows, values = x._layout, x._rows, x._local
+    placements = list(layout.placements)
+    for axis, (own, its) in enumerate(zip(placements, other.placements, strict=True)):
+        if own.is_partial("avg"):
+            values = values / layout.grid.shape[axis]
+        elif its.is_partial() and not own.is_partial():
+            rows, values = (_on_first(layout.grid, axis, each) for each in (rows, values))
+        if own.is_partial() or its.is_partial():
+            placements[axis] = SUM
+    return make(layout.with_placements(tuple(placements)), rows, values)
 
-    def on_first(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
-        return t[:0] if any(coordinate[a] for a in whole) else t
 
-    rows, values = (
-        each_rank(layout.grid, on_first, t, axes=whole) if whole else t for t in (x._rows, x._local)
+def _on_first(grid: Grid, axis: int, held: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = each_rank(
+        grid, lambda at, here: here[:0] if at[axis] else here, held, axes=(axis,)
     )
-    averaged = [a for a in partial if layout.placements[a].is_partial("avg")]
-    if averaged:
-        values = values / math.prod(layout.grid.shape[a] for a in averaged)
-    placements = tuple(SUM if a in partial else p for a, p in enumerate(layout.placements))
-    return make(layout.with_placements(placements), rows, values)
+    return found
 
 
 def _times(x: Any, factor: Any) -> Any:
@@ -459,24 +439,29 @@ def _times(x: Any, factor: Any) -> Any:
         type(factor) is not torch.Tensor or factor.dim()
     ):
         return NotImplemented
-    if not isinstance(x, RowSparse):
-        return NotImplemented
-    return make(x._layout, x._rows, x._local * factor, x._coalesced)
+    return x._with(x._local * factor) if isinstance(x, RowSparse) else NotImplemented
 
 
 def _divided(x: Any, divisor: Any) -> Any:
     return _times(x, 1 / divisor) if isinstance(divisor, (int, float)) else NotImplemented
 
 
-def _in_place(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def run(x: Any, other: Any) -> Any:
-        found = fn(x, other)
-        if found is NotImplemented:
-            return found
-        x._local = found._local
-        return x
+def _emptied(x: Any) -> RowSparse:
+    rows, values = (per_rank(lambda part: part[:0], each) for each in (x._rows, x._local))
+    return make(x._layout, rows, values, x._coalesced)
 
-    return run
+
+def _become(x: RowSparse, found: Any) -> Any:
+    """`x`, which now holds what was found."""
+    if found is NotImplemented:
+        return found
+    x._layout, x._rows, x._local = found._layout, found._rows, found._local
+    x._coalesced = found._coalesced
+    return x
+
+
+def _in_place(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, *args: _become(x, fn(x, *args))
 
 
 def _masked(dense: Any, like: Any) -> Any:
@@ -484,22 +469,7 @@ def _masked(dense: Any, like: Any) -> Any:
     if not isinstance(like, RowSparse) or type(dense) is not DTensor:
         return NotImplemented
     _check_alike(dense, like)
-    picked = dense._local.index_select(0, like._rows)
-    return make(like._layout, like._rows, picked, like._coalesced)
-
-
-def _emptied(x: Any) -> Any:
-    for name in ("_rows", "_local"):
-        setattr(x, name, per_rank(lambda part: part[:0], getattr(x, name)))
-    return x
-
-
-def _copied(x: Any, **_: Any) -> RowSparse:
-    return make(x._layout, x._rows, x._local.clone(), x._coalesced)
-
-
-def _aliased(x: Any) -> RowSparse:
-    return make(x._layout, x._rows, x._local, x._coalesced)
+    return like._with(dense._local.index_select(0, like._rows))
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -515,9 +485,9 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.div_.Tensor: _in_place(_divided),
     aten.div_.Scalar: _in_place(_divided),
     aten.neg.default: lambda x: _times(x, -1),
-    aten.zero_.default: _emptied,
-    aten.detach.default: _aliased,
-    aten.alias.default: _aliased,
-    aten.clone.default: _copied,
+    aten.zero_.default: _in_place(_emptied),
+    aten.detach.default: lambda x: x._with(x._local),
+    aten.alias.default: lambda x: x._with(x._local),
+    aten.clone.default: lambda x, **_: x._with(x._local.clone()),
     aten.sparse_mask.default: _masked,
 }

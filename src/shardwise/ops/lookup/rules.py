@@ -80,12 +80,12 @@ def lookup_choices(
     *,
     linear: Sequence[Group] = ((0,),),
     alone: tuple[CollectiveCost, ...] = (),
-    together: tuple[CollectiveCost, ...] | None = None,
+    together: tuple[CollectiveCost, ...],
 ) -> Iterator[Choice]:
     """Operands: the table, the ids, and what else a batch has.
 
     Ranks that have some rows give `of_rows`, after the collectives `alone`. Where ids are sharded
-    too, the result lies as they do, after the collectives `together`; None if that cannot be.
+    too, the result lies as they do, after the collectives `together`.
     """
 
     def of(rows: Placement, batch: Choice, out: Placement, sent: Any) -> Choice:
@@ -99,11 +99,10 @@ def lookup_choices(
         batches = [c for c in others if c.inputs[1].is_shard() and c.outputs[0].is_shard()]
         for sizes in call.splits([(0, 0)]):
             rows = Shard(0, sizes)
-            if together is None or not ids_sharded or not batches:
+            if not ids_sharded or not batches:
                 yield of(rows, whole, of_rows, alone)
-            if together is not None:
-                for batch in batches:
-                    yield of(rows, batch, batch.outputs[0], together)
+            for batch in batches:
+                yield of(rows, batch, batch.outputs[0], together)
         for choice in others:
             yield replace(choice, local=local)
 
@@ -133,7 +132,27 @@ def gradient_choices(
         yield replace(choice, local=local)
 
 
+def _gathering(
+    call: Call, after: tuple[CollectiveCost, ...] | None = None
+) -> tuple[CollectiveCost, ...]:
+    """The collectives where ids are sharded like rows: the batch's, and those of its results."""
+    batch = (CollectiveCost("all_gather", _num_bytes(meta)) for meta in call.inputs[1:])
+    if after is None:
+        after = (CollectiveCost("reduce_scatter", _num_bytes(call.outputs[0])),)
+    return *batch, *after
+
+
+def _num_bytes(meta: Any) -> float:
+    sizes = (size if type(size) is int else 1024 for size in meta.shape)
+    return float(math.prod(sizes) * meta.dtype.itemsize)
+
+
 # -- lookups ---------------------------------------------------------------------------------
+
+
+def both_shard(table: Layout, ids: Layout) -> list[int]:
+    """The axes that shard both the table's rows and the ids."""
+    return [axis for axis in table.axes_of(0) if ids.placements[axis].is_shard()]
 
 
 def with_placement(layout: Layout, axes: Sequence[int], placement: Placement) -> Layout:
@@ -149,9 +168,9 @@ def _gathered(
     offsets: Optional = None,
     weights: Optional = None,
 ) -> tuple[list[int], torch.Tensor, Optional]:
-    """The axes that shard both rows and ids; the checked ids and weights of all ranks there."""
+    """The axes that shard both rows and ids, and the checked batch of all ranks along them."""
     table, ids_layout = layouts[:2]
-    met = [axis for axis in table.axes_of(0) if ids_layout.placements[axis].is_shard()]
+    met = both_shard(table, ids_layout)
 
     def everywhere(x: torch.Tensor, layout: Layout) -> torch.Tensor:
         return execute(x, find_steps(layout, with_placement(layout, met, REPLICATE)))
@@ -223,7 +242,8 @@ ROWS = "[v] d, ... -> ... d"
 
 def _lookup_choices(call: Call) -> Iterator[Choice]:
     """The op itself, unless rows are of others, or ids are out of range on some ranks only."""
-    for choice in lookup_choices(call, ROWS, LOOKUP, mask_partial(call)):
+    of_rows = mask_partial(call)
+    for choice in lookup_choices(call, ROWS, LOOKUP, of_rows, together=_gathering(call)):
         checks = choice.inputs[0].is_shard(0) or choice.inputs[1].is_shard()
         yield choice if checks else replace(choice, local=None)
 
@@ -247,17 +267,6 @@ def _inside(call: Call, mode: int) -> str:
     return "[l]" if call.args[mode] == MODE_MEAN else "l"
 
 
-def _gathering(call: Call, *after: CollectiveCost) -> tuple[CollectiveCost, ...]:
-    """The collectives where ids are sharded like rows: theirs, and those of their bags."""
-    batch = [meta for meta in call.inputs[1:] if meta.ndim == 2]
-    return (*(CollectiveCost("all_gather", _num_bytes(meta)) for meta in batch), *after)
-
-
-def _num_bytes(meta: Any, dtype: torch.dtype | None = None) -> float:
-    sizes = (size if type(size) is int else 1024 for size in meta.shape)
-    return float(math.prod(sizes) * (dtype or meta.dtype).itemsize)
-
-
 def _pooled(
     layouts: Sequence[Layout],
     weight: torch.Tensor,
@@ -279,8 +288,7 @@ def _pooled_choices(call: Call) -> Iterator[Choice]:
     line, linear = "[v] d, [n], [e], [n] -> [b] d", ((0,), (3,))
     if _is_square(call):
         line, linear = f"[v] d, b {_inside(call, 5)}, b l -> b d", ((0,), (2,))
-    together = _gathering(call, CollectiveCost("reduce_scatter", _num_bytes(call.outputs[0])))
-    return lookup_choices(call, line, POOLED, SUM, linear=linear, together=together)
+    return lookup_choices(call, line, POOLED, SUM, linear=linear, together=_gathering(call))
 
 
 # Of a maximum with sharded rows, ranks agree on the largest entry of each column, then on the first
@@ -339,14 +347,9 @@ LARGEST = LocalCall(_largest, collective=True)
 def _largest_choices(call: Call) -> Iterator[Choice]:
     """Operands: the table, the ids, and perhaps offsets."""
     line = "[v] d, b [l] -> b d, b d" if _is_square(call) else "[v] d, [n], [e] -> [b] d, [b] d"
-    agreed = tuple(
-        CollectiveCost("all_reduce", _num_bytes(call.outputs[0], dtype))
-        for dtype in (None, torch.int64)
-    )
-    together = _gathering(call, *agreed)
-    return lookup_choices(
-        call, line, LARGEST, REPLICATE, linear=(), alone=agreed, together=together
-    )
+    agreed = tuple(CollectiveCost("all_reduce", _num_bytes(out)) for out in call.outputs)
+    sent = {"alone": agreed, "together": _gathering(call, agreed)}
+    return lookup_choices(call, line, LARGEST, REPLICATE, linear=(), **sent)
 
 
 # -- gradients -------------------------------------------------------------------------------
