@@ -10,6 +10,7 @@ needs.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from shardwise.core.mesh import Coordinate
 from shardwise.core.placements import SUM, Placement, Shard
 from shardwise.core.sizes import lengths
 from shardwise.core.untraced import SkipsNone, UntracedFunction, differentiated_once
+from shardwise.core.world import world_caches
 from shardwise.dispatch.propagate import forbid_sent
 from shardwise.dispatch.rule import Call, Choice, CollectiveCost, LocalCall, Rule, Table, table
 from shardwise.dtensor.autograd import direct_apply, gradient_layout, placed_like, redistribute
@@ -39,27 +41,9 @@ from shardwise.lookup.ids import (
     raise_out_of_range,
     sharded_axes,
 )
-from shardwise.ops.lookup.rank_bags import (
-    MODE_MAX,
-    MODE_MEAN,
-    MODE_SUM,
-    pooled,
-    pooled_grad,
-    sample_grad,
-)
+from shardwise.ops.lookup import rank_bags, rules
+from shardwise.ops.lookup.rank_bags import MODE_MAX, MODE_MEAN, MODE_SUM
 from shardwise.ops.lookup.row_sparse import make as make_row_sparse
-from shardwise.ops.lookup.rules import (
-    ROWS,
-    both_shard,
-    largest,
-    largest_grad,
-    lookup,
-    lookup_choices,
-    mask_partial,
-    rows_grad,
-    sparse_grad,
-    table_grad,
-)
 from shardwise.ops.operands import all_distributed, are_distributed
 from shardwise.redistribute.steps import local_bytes
 from shardwise.simulation.ranks import each_rank
@@ -73,8 +57,46 @@ _ID_BYTES = 8
 # -- forward ---------------------------------------------------------------------------------
 
 
+def _exchange_axis(table: Layout, ids: Layout) -> int | None:
+    """The axis that alone shards the rows, if it shards the ids as well."""
+    axes = table.axes_of(0)
+    return axes[0] if len(axes) == 1 and ids.placements[axes[0]].is_shard() else None
+
+
+def _exchange_costs(num_ids: int, row_bytes: int, num_ranks: int) -> tuple[CollectiveCost, ...]:
+    """The collectives of an exchange along an axis: of counts, ids and rows."""
+    num_here = num_ids / num_ranks
+    sent = (3 * _ID_BYTES * num_ranks, num_here * _ID_BYTES, num_here * row_bytes)
+    return tuple(CollectiveCost("all_to_all", num_bytes) for num_bytes in sent)
+
+
+@functools.lru_cache(maxsize=4096)
+def _exchanges(table: Layout, ids: Layout, num_dims: int) -> bool:
+    """Whether to exchange ids, if that can be: it is cheaper than to gather them.
+
+    Each index of their first dims, so many, has a result: each id, or each bag.
+    """
+    axis = _exchange_axis(table, ids)
+    if axis is None or ids.placements[axis].dim >= num_dims:  # type: ignore[attr-defined]
+        return False
+    num_ids, num_results = math.prod(ids.shape), math.prod(ids.shape[:num_dims])
+    num_ranks, row_bytes = table.grid.shape[axis], table.shape[1] * table.dtype.itemsize
+    gathering = (
+        CollectiveCost("all_gather", num_ids * _ID_BYTES),
+        CollectiveCost("reduce_scatter", num_results * row_bytes),
+    )
+    gather_s, exchange_s = (
+        sum(collective_s(each.kind, num_ranks, each.num_bytes) for each in way)
+        for way in (gathering, _exchange_costs(num_ids, row_bytes, num_ranks))
+    )
+    return exchange_s < gather_s
+
+
+world_caches.append(_exchanges.cache_clear)
+
+
 def routed_lookup(weight: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, None]:
-    """A lookup that also returns its routing if ids were exchanged."""
+    """A lookup of ids that are exchanged; it also returns their routing."""
     return torch.embedding(weight, ids), None
 
 
@@ -82,9 +104,9 @@ def _exchanged(
     layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, Routing | None]:
     table, ids_layout = layouts[:2]
-    axis = exchange_axis(table, ids_layout)
+    axis = _exchange_axis(table, ids_layout)
     if axis is None:
-        return _gathered(layouts, weight, ids)
+        return rules.lookup(layouts, weight, ids), None
     grid, num_rows, shard = table.grid, table.shape[0], table.placements[axis]
     assert isinstance(shard, Shard), "ids are exchanged along an axis that shards rows"
     num_owned = lengths(num_rows, grid.shape[axis], shard.sizes)
@@ -109,45 +131,16 @@ def _exchanged(
     return each_rank(grid, shaped, routing.answer(found), ids, axes=()), routing
 
 
-def exchange_axis(table: Layout, ids: Layout) -> int | None:
-    """The axis that alone shards the rows, if it shards the ids as well."""
-    axes = table.axes_of(0)
-    return axes[0] if len(axes) == 1 and ids.placements[axes[0]].is_shard() else None
-
-
-def _gathered(
-    layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor
-) -> tuple[torch.Tensor, None]:
-    return lookup(layouts, weight, ids), None
-
-
-EXCHANGED = LocalCall(_exchanged, collective=True)
-GATHERED = LocalCall(_gathered, collective=True)
-
-
 def _routed_choices(call: Call) -> Iterator[Choice]:
     """Operands: the table and the ids."""
     weight, ids = call.inputs
-    of_rows, num_ids = mask_partial(call), math.prod(ids.shape)
     row_bytes = weight.shape[1] * weight.dtype.itemsize
-    gathering, exchanging = _ways(num_ids, num_ids, row_bytes, max(call.axis_size, 1))
-    yield from lookup_choices(call, ROWS, GATHERED, of_rows, together=gathering)
-    for choice in lookup_choices(call, ROWS, EXCHANGED, of_rows, together=exchanging):
+    sent = _exchange_costs(math.prod(ids.shape), row_bytes, max(call.axis_size, 1))
+    local = LocalCall(_exchanged, collective=True)
+    of_rows = rules.mask_partial(call)
+    for choice in rules.lookup_choices(call, rules.ROWS, local, of_rows, together=sent):
         # Along the axis on which ids are exchanged alone.
         yield replace(choice, alone=((0, 0),)) if choice.sent else choice
-
-
-def _ways(
-    num_ids: int, num_results: int, row_bytes: int, num_ranks: int
-) -> tuple[tuple[CollectiveCost, ...], tuple[CollectiveCost, ...]]:
-    """The collectives of gathering the ids along an axis, and those of exchanging them."""
-    num_here = num_ids / num_ranks
-    gathered = ("all_gather", num_ids * _ID_BYTES), ("reduce_scatter", num_results * row_bytes)
-    sent = (3 * _ID_BYTES * num_ranks, num_here * _ID_BYTES, num_here * row_bytes)
-    return (
-        tuple(CollectiveCost(*each) for each in gathered),
-        tuple(CollectiveCost("all_to_all", num_bytes) for num_bytes in sent),
-    )
 
 
 # -- backward --------------------------------------------------------------------------------
@@ -185,8 +178,8 @@ def _returned(
     batch, num_rows = (arrived, routing.asked), layout.shape[0]
     if sparse:
         bags = (*batch, None, None, padding_idx)
-        return rows_grad((layout,), *bags, num_rows, MODE_SUM, False, sparse=True)
-    return DTensor._wrap(table_grad((layout,), *batch, num_rows, padding_idx, False), layout)
+        return rules.sparse_rows_grad((layout,), *bags, num_rows, MODE_SUM, False)
+    return DTensor._wrap(rules.table_grad((layout,), *batch, num_rows, padding_idx, False), layout)
 
 
 class EmbeddingLookup(UntracedFunction):
@@ -213,7 +206,7 @@ class EmbeddingLookup(UntracedFunction):
             found = _returned(grad, route, layout, padding_idx, sparse)
         elif sparse:
             bags = (grad, ids, None, None, padding_idx)
-            found = run(sparse_grad, *bags, num_rows, MODE_SUM, by_freq, preferred=layout)
+            found = run(rules.sparse_grad, *bags, num_rows, MODE_SUM, by_freq, preferred=layout)
         else:
             found = run(_table_grad, grad, ids, num_rows, padding_idx, by_freq, preferred=layout)
         return make_row_sparse(*found[0]) if sparse else found, None, None
@@ -221,7 +214,8 @@ class EmbeddingLookup(UntracedFunction):
 
 def _look_up(weight: Any, ids: Any) -> tuple[Any, Any]:
     """The rows, and the routing if ids were exchanged: never in a graph, whose sizes are known."""
-    if both_shard(weight._layout, ids._layout) and has_values(ids._local):
+    layout = ids._layout
+    if has_values(ids._local) and _exchanges(weight._layout, layout, len(layout.shape)):
         return run(routed_lookup, weight, ids)
     return run(_table_lookup, weight, ids), None
 
@@ -269,7 +263,7 @@ def embedding(
 
 
 RULES: Table = table(
-    ((routed_lookup,), Rule(_routed_choices, ROWS)),
+    ((routed_lookup,), Rule(_routed_choices, rules.ROWS)),
 )
 
 
@@ -277,20 +271,6 @@ RULES: Table = table(
 # For bags of few ids in a row-wise table, each rank fetches the rows of its own ids and pools them.
 # Otherwise each rank pools the rows that it owns, and one row per bag of all ranks is
 # reduce-scattered. The cost model chooses, from sizes alone.
-
-
-def exchanges_rows(weight: Any, ids: Any) -> bool:
-    """Whether to exchange the rows of `ids`, of shape (bags, ids in each)."""
-    table, bags = weight._layout, ids._layout
-    axis = exchange_axis(table, bags)
-    if axis is None or not bags.placements[axis].is_shard(0) or not has_values(ids._local):
-        return False
-    num_ranks, (num_bags, length) = table.grid.shape[axis], bags.shape
-    ways = _ways(num_bags * length, num_bags, table.shape[1] * table.dtype.itemsize, num_ranks)
-    gather_s, exchange_s = (
-        sum(collective_s(each.kind, num_ranks, each.num_bytes) for each in way) for way in ways
-    )
-    return exchange_s < gather_s
 
 
 def pool_rows(
@@ -350,13 +330,13 @@ class Pooled(SkipsNone):
         for_weight, _, _, for_weights = ctx.needs_input_grad[:4]
         batch, found, along = (ids, offsets, weights, padding_idx), None, None
         if for_weight and won is not None:
-            found = run(largest_grad, grad, won, layout.shape[0], preferred=layout)
+            found = run(rules.largest_grad, grad, won, layout.shape[0], preferred=layout)
         elif for_weight:
-            op = sparse_grad if sparse else pooled_grad
+            op = rules.sparse_grad if sparse else rank_bags.pooled_grad
             found = run(op, grad, *batch, layout.shape[0], mode, by_freq, preferred=layout)
             found = make_row_sparse(*found[0]) if sparse else found
         if for_weights:
-            along = run(sample_grad, grad, ids, offsets, None, padding_idx, weight)
+            along = run(rank_bags.sample_grad, grad, ids, offsets, None, padding_idx, weight)
         return found, None, None, along, None, None
 
 
@@ -366,8 +346,8 @@ def _pool(
     """The bags, and of a maximum the ids that won."""
     mode, padding, *_ = options
     if mode == MODE_MAX:
-        return run(largest, weight, ids, offsets, padding)
-    return run(pooled, weight, ids, offsets, weights, padding, mode), None
+        return run(rules.largest, weight, ids, offsets, padding)
+    return run(rank_bags.pooled, weight, ids, offsets, weights, padding, mode), None
 
 
 _apply_pooled = direct_apply(Pooled)
@@ -404,7 +384,8 @@ def embedding_bag(
     given = offsets if isinstance(offsets, DTensor) else None
     ids, offsets, weights = _bagged(ids, offsets, per_sample_weights, include_last_offset)
     options = (mode, _padding(padding_idx, weight), bool(scale_grad_by_freq), bool(sparse))
-    if mode != MODE_MAX and offsets is None and exchanges_rows(weight, ids):
+    square = offsets is None and has_values(ids._local)
+    if square and mode != MODE_MAX and _exchanges(weight._layout, ids._layout, 1):
         bags = pool_rows(weight, ids, weights, *options)
     elif torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (weight, weights)
@@ -453,13 +434,9 @@ def _bagged(ids: Any, offsets: Any, weights: Any, include_last: bool) -> tuple[A
 def _equally_long(offsets: Any, num_bags: Any, num_ids: Any) -> bool:
     if {type(num_bags), type(num_ids)} != {int} or not has_values(offsets):
         return True  # in a traced graph, plain offsets come from ids of two dims
-    if not num_bags:
-        return num_ids == 0
-    if num_ids % num_bags:
-        return False
-    if offsets.is_cuda:  # reading the values would synchronise
-        return True
-    step = num_ids // num_bags
+    step, left = divmod(num_ids, num_bags) if num_bags else (0, num_ids)
+    if left or offsets.is_cuda:  # reading the values would synchronise
+        return not left
     return torch.equal(offsets, torch.arange(num_bags, dtype=offsets.dtype) * step)
 
 

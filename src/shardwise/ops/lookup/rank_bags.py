@@ -103,12 +103,13 @@ class Bags(NamedTuple):
 
     def per_id(self, grad: torch.Tensor, places: Optional) -> torch.Tensor:
         """For each id at these positions, the row of its bag."""
-        if self.single:
-            return grad if places is None else grad.index_select(0, places)
+        if self.offsets is None:
+            length = self.ids.shape[1]
+            if places is None:
+                return grad if self.single else grad.repeat_interleave(length, 0)
+            return grad.index_select(0, places if self.single else divided(places, length))
         if places is None:
             places = torch.arange(self.ids.numel(), device=self.ids.device)
-        if self.offsets is None:
-            return grad.index_select(0, divided(places, self.ids.shape[1]))
         return grad.index_select(0, torch.searchsorted(self.bounds, places, right=True) - 1)
 
     def fused_query(self, first_row: int | None) -> PartQuery:

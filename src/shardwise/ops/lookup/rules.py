@@ -11,7 +11,6 @@ the ids, ids are gathered, and results scattered to where the ids lie; see also 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -37,17 +36,7 @@ from shardwise.dispatch.rule import (
 )
 from shardwise.lookup.ids import check_ids, check_offsets, has_values
 from shardwise.ops.lookup import rank_bags
-from shardwise.ops.lookup.rank_bags import (
-    MODE_MEAN,
-    MODE_SUM,
-    Bags,
-    Optional,
-    pooled,
-    pooled_grad,
-    row_grads,
-    sample_grad,
-    scale_rows,
-)
+from shardwise.ops.lookup.rank_bags import Bags, Optional, pooled, pooled_grad, sample_grad
 from shardwise.redistribute.execute import execute
 from shardwise.redistribute.steps import find_steps
 from shardwise.simulation.ranks import each_rank
@@ -72,6 +61,10 @@ def table_stays(choices: Iterable[Choice], call: Call, number: int = 0) -> Itera
     return (c for c in choices if not placed.is_shard() or c.inputs[number] == placed)
 
 
+def run_by(local: LocalCall, choices: Iterable[Choice]) -> Iterator[Choice]:
+    return (replace(choice, local=local) for choice in choices)
+
+
 def lookup_choices(
     call: Call,
     line: str,
@@ -87,26 +80,18 @@ def lookup_choices(
     Ranks that have some rows give `of_rows`, after the collectives `alone`. Where ids are sharded
     too, the result lies as they do, after the collectives `together`.
     """
-
-    def of(rows: Placement, batch: Choice, out: Placement, sent: Any) -> Choice:
-        inputs = (rows, *batch.inputs[1:])
-        return Choice(inputs, (out,) * len(call.outputs), local, sent=sent)
-
-    def every() -> Iterator[Choice]:
-        whole, *others = pattern_choices(parse(line), call, linear)
-        yield replace(whole, local=local)
-        ids_sharded = bool(call.placed) and call.placed[1].is_shard()
-        batches = [c for c in others if c.inputs[1].is_shard() and c.outputs[0].is_shard()]
-        for sizes in call.splits([(0, 0)]):
-            rows = Shard(0, sizes)
-            if not ids_sharded or not batches:
-                yield of(rows, whole, of_rows, alone)
-            for batch in batches:
-                yield of(rows, batch, batch.outputs[0], together)
-        for choice in others:
-            yield replace(choice, local=local)
-
-    return table_stays(every(), call)
+    whole, *others = pattern_choices(parse(line), call, linear)
+    ids_sharded = bool(call.placed) and call.placed[1].is_shard()
+    batches = [c for c in others if c.inputs[1].is_shard() and c.outputs[0].is_shard()]
+    ways = [(batch, batch.outputs[0], together) for batch in batches]
+    if not ids_sharded or not batches:
+        ways.insert(0, (whole, of_rows, alone))
+    by_rows = [
+        Choice((Shard(0, sizes), *batch.inputs[1:]), (out,) * len(call.outputs), sent=sent)
+        for sizes in call.splits([(0, 0)])
+        for batch, out, sent in ways
+    ]
+    return table_stays(run_by(local, (whole, *by_rows, *others)), call)
 
 
 def gradient_choices(
@@ -124,12 +109,8 @@ def gradient_choices(
     """
     reduce_op = None if by_freq else "sum"
     whole, *others = pattern_choices(parse(line), call, linear, reduce_op=reduce_op)
-    yield replace(whole, local=local)
-    for rows in call.wanted[:1]:
-        if rows.is_shard(0):
-            yield Choice(whole.inputs, (rows,), local)
-    for choice in others:
-        yield replace(choice, local=local)
+    of_rows = [replace(whole, outputs=(rows,)) for rows in call.wanted[:1] if rows.is_shard(0)]
+    return run_by(local, (whole, *of_rows, *others))
 
 
 def _gathering(
@@ -150,11 +131,6 @@ def _num_bytes(meta: Any) -> float:
 # -- lookups ---------------------------------------------------------------------------------
 
 
-def both_shard(table: Layout, ids: Layout) -> list[int]:
-    """The axes that shard both the table's rows and the ids."""
-    return [axis for axis in table.axes_of(0) if ids.placements[axis].is_shard()]
-
-
 def with_placement(layout: Layout, axes: Sequence[int], placement: Placement) -> Layout:
     placements = list(layout.placements)
     for axis in axes:
@@ -163,14 +139,11 @@ def with_placement(layout: Layout, axes: Sequence[int], placement: Placement) ->
 
 
 def _gathered(
-    layouts: Sequence[Layout],
-    ids: torch.Tensor,
-    offsets: Optional = None,
-    weights: Optional = None,
+    layouts: Sequence[Layout], ids: torch.Tensor, offsets: Optional = None, weights: Optional = None
 ) -> tuple[list[int], torch.Tensor, Optional]:
     """The axes that shard both rows and ids, and the checked batch of all ranks along them."""
     table, ids_layout = layouts[:2]
-    met = both_shard(table, ids_layout)
+    met = [axis for axis in table.axes_of(0) if ids_layout.placements[axis].is_shard()]
 
     def everywhere(x: torch.Tensor, layout: Layout) -> torch.Tensor:
         return execute(x, find_steps(layout, with_placement(layout, met, REPLICATE)))
@@ -236,14 +209,13 @@ def _own_row(ids: torch.Tensor, first_row: int, num_rows: int) -> tuple[torch.Te
     return row, shifted != row
 
 
-LOOKUP = LocalCall(lookup, collective=True)
 ROWS = "[v] d, ... -> ... d"
 
 
 def _lookup_choices(call: Call) -> Iterator[Choice]:
     """The op itself, unless rows are of others, or ids are out of range on some ranks only."""
-    of_rows = mask_partial(call)
-    for choice in lookup_choices(call, ROWS, LOOKUP, of_rows, together=_gathering(call)):
+    local, of_rows = LocalCall(lookup, collective=True), mask_partial(call)
+    for choice in lookup_choices(call, ROWS, local, of_rows, together=_gathering(call)):
         checks = choice.inputs[0].is_shard(0) or choice.inputs[1].is_shard()
         yield choice if checks else replace(choice, local=None)
 
@@ -264,7 +236,7 @@ def _is_square(call: Call) -> bool:
 
 def _inside(call: Call, mode: int) -> str:
     """The letter of the ids in a bag: those of a mean stay together."""
-    return "[l]" if call.args[mode] == MODE_MEAN else "l"
+    return "[l]" if call.args[mode] == rank_bags.MODE_MEAN else "l"
 
 
 def _pooled(
@@ -280,15 +252,13 @@ def _pooled(
     return _back(sums, met, SUM, layouts[-1])
 
 
-POOLED = LocalCall(_pooled, collective=True)
-
-
 def _pooled_choices(call: Call) -> Iterator[Choice]:
     """Operands: the table, the ids, and where there are any, the offsets and weights."""
     line, linear = "[v] d, [n], [e], [n] -> [b] d", ((0,), (3,))
     if _is_square(call):
         line, linear = f"[v] d, b {_inside(call, 5)}, b l -> b d", ((0,), (2,))
-    return lookup_choices(call, line, POOLED, SUM, linear=linear, together=_gathering(call))
+    local, together = LocalCall(_pooled, collective=True), _gathering(call)
+    return lookup_choices(call, line, local, SUM, linear=linear, together=together)
 
 
 # Of a maximum with sharded rows, ranks agree on the largest entry of each column, then on the first
@@ -321,35 +291,31 @@ def _largest(
     table, (out, won) = layouts[0], layouts[-2:]
     grid, row_axes = table.grid, table.axes_of(0)
     met, ids, _ = _gathered(layouts, ids, offsets)
+
+    def standing(_: Coordinate, best: Any, own: Any, place: Any, ids: Any) -> torch.Tensor:
+        """The position of this rank's entry where no other rank has a larger one."""
+        return torch.where(best == own, place, ids.numel())
+
     batch = (weight, ids, offsets, None)
     best, place = _by_owners(table, rank_bags.largest, batch, padding_idx)
     if row_axes:
         own = best
         for axis in row_axes:
             best = collectives.all_reduce(best, "max", grid, axis)
-        place = each_rank(grid, _standing, best, own, place, ids, axes=())
+        place = each_rank(grid, standing, best, own, place, ids, axes=())
         for axis in row_axes:
             place = collectives.all_reduce(place, "min", grid, axis)
     values, ids_won = each_rank(grid, lambda _, *t: _winners(*t), best, place, ids, axes=())
     return _back(values, met, REPLICATE, out), _back(ids_won, met, REPLICATE, won)
 
 
-def _standing(
-    _: Coordinate, best: torch.Tensor, own: torch.Tensor, place: torch.Tensor, ids: torch.Tensor
-) -> torch.Tensor:
-    """The position of this rank's entry where no other rank has a larger one."""
-    return torch.where(best == own, place, ids.numel())
-
-
-LARGEST = LocalCall(_largest, collective=True)
-
-
 def _largest_choices(call: Call) -> Iterator[Choice]:
     """Operands: the table, the ids, and perhaps offsets."""
     line = "[v] d, b [l] -> b d, b d" if _is_square(call) else "[v] d, [n], [e] -> [b] d, [b] d"
+    local = LocalCall(_largest, collective=True)
     agreed = tuple(CollectiveCost("all_reduce", _num_bytes(out)) for out in call.outputs)
     sent = {"alone": agreed, "together": _gathering(call, agreed)}
-    return lookup_choices(call, line, LARGEST, REPLICATE, linear=(), **sent)
+    return lookup_choices(call, line, local, REPLICATE, linear=(), **sent)
 
 
 # -- gradients -------------------------------------------------------------------------------
@@ -385,8 +351,9 @@ def _as_bags(grad: Any, ids: Any, offsets: Optional) -> tuple[Any, Any, Optional
     return grad, ids, offsets
 
 
-def rows_grad(
+def _each_grad(
     layouts: Sequence[Layout],
+    compute: Callable[..., Any],
     grad: torch.Tensor,
     ids: torch.Tensor,
     offsets: Optional,
@@ -394,32 +361,38 @@ def rows_grad(
     padding_idx: int,
     num_rows: int,
     *options: Any,
-    sparse: bool = False,
 ) -> Any:
-    table, compute = layouts[-1], row_grads if sparse else pooled_grad
+    """The gradient of the rows that each rank has."""
+    table = layouts[-1]
 
     def here(coordinate: Coordinate, *tensors: Any) -> Any:
         batch = (*_as_bags(*tensors[:3]), tensors[3])
         rest = padding_idx, table.local_shape(coordinate)[0], *options
         return compute(*batch, *rest, _first_row(table, coordinate))
 
-    found = each_rank(table.grid, here, grad, ids, offsets, weights, axes=table.axes_of(0))
-    return (SparseRows(table, *found),) if sparse else found
+    return each_rank(table.grid, here, grad, ids, offsets, weights, axes=table.axes_of(0))
 
 
-POOLED_GRAD = LocalCall(rows_grad, collective=True)
-SPARSE_GRAD = LocalCall(functools.partial(rows_grad, sparse=True), collective=True)
+def rows_grad(layouts: Sequence[Layout], *batch: Any) -> torch.Tensor:
+    return _each_grad(layouts, pooled_grad, *batch)
+
+
+def sparse_rows_grad(layouts: Sequence[Layout], *batch: Any) -> tuple[SparseRows]:
+    return (SparseRows(layouts[-1], *_each_grad(layouts, rank_bags.row_grads, *batch)),)
+
+
 EACH = "... d, ... -> v d"
 
 
 def _rows_grad_choices(call: Call) -> Iterator[Choice]:
     """Operands: the gradient of the bags, the ids, and where there are any, offsets and weights."""
-    local = POOLED_GRAD if call.op is pooled_grad else SPARSE_GRAD
+    fn = rows_grad if call.op is pooled_grad else sparse_rows_grad
     line, linear = "[b] d, [n], [e], [n] -> v d", ((0,), (3,))
     if call.args[2] is None:
         line, linear = f"b d, b {_inside(call, 6)}, b l -> v d", ((0,), (2,))
         if call.inputs[0].ndim > call.inputs[1].ndim:
             line = EACH
+    local = LocalCall(fn, collective=True)
     return gradient_choices(call, line, local, linear=linear, by_freq=call.args[7])
 
 
@@ -437,7 +410,8 @@ def table_grad(
     # kernel adds in a fixed order, and the compiler knows it.
     few = type(ids) is torch.Tensor and ids.numel() <= _FEW_IDS
     if has_values(ids) and not few and not ids.is_cuda:
-        return rows_grad(layouts, grad, ids, None, None, padding_idx, num_rows, MODE_SUM, by_freq)
+        bags = (grad, ids, None, None, padding_idx)
+        return rows_grad(layouts, *bags, num_rows, rank_bags.MODE_SUM, by_freq)
 
     def here(coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         num_rows, first_row = table.local_shape(coordinate)[0], _first_row(table, coordinate)
@@ -459,14 +433,12 @@ def table_grad(
     return found
 
 
-TABLE_GRAD = LocalCall(table_grad, collective=True)
-
-
 def _table_grad_choices(call: Call) -> Iterator[Choice]:
     """Operands: the gradient of the rows that were looked up, and the ids."""
     sizes = call.inputs[1].shape
     few = all(type(size) is int for size in sizes) and math.prod(sizes) <= _FEW_IDS
-    for choice in gradient_choices(call, EACH, TABLE_GRAD, by_freq=call.args[4]):
+    local = LocalCall(table_grad, collective=True)
+    for choice in gradient_choices(call, EACH, local, by_freq=call.args[4]):
         rows_sharded = choice.outputs[0].is_shard(0)
         yield choice if rows_sharded or not few else replace(choice, local=None)
 
@@ -493,27 +465,21 @@ def _largest_grad(
     return largest_grad(grad, won, table.local_shape(coordinate)[0], _first_row(table, coordinate))
 
 
-LARGEST_GRAD = LocalCall(_largest_grad, per_rank=True)
-
-
 def _largest_grad_choices(call: Call) -> Iterator[Choice]:
     """Operands: the gradient of the bags, and the ids that had the largest."""
-    return gradient_choices(call, "b d, b d -> v d", LARGEST_GRAD)
+    return gradient_choices(call, "b d, b d -> v d", LocalCall(_largest_grad, per_rank=True))
 
 
 def _sample_grad(coordinate: Coordinate, layouts: Sequence[Layout], *args: Any) -> torch.Tensor:
     return sample_grad(*args, _first_row(layouts[-2], coordinate))
 
 
-SAMPLE_GRAD = LocalCall(_sample_grad, per_rank=True)
-
-
 def _sample_grad_choices(call: Call) -> Iterator[Choice]:
     """Operands: the gradient of the bags, the ids, the offsets if there are any, and the table."""
     line = "b d, b l, v d -> b l" if _is_square(call) else "[b] d, [n], [e], v d -> [n]"
     table = len(call.inputs) - 1
-    for choice in table_stays(pattern_choices(parse(line), call, ((0,), (table,))), call, table):
-        yield replace(choice, local=SAMPLE_GRAD)
+    choices = pattern_choices(parse(line), call, ((0,), (table,)))
+    return table_stays(run_by(LocalCall(_sample_grad, per_rank=True), choices), call, table)
 
 
 # -- rows of a maximal norm ------------------------------------------------------------------
@@ -529,19 +495,19 @@ def renorm(
     """Scale down the rows of the ids that this rank owns, in place."""
     table = layouts[0]
     check_ids(ids, layouts[1], table.shape[0])
+    bags = (weight, ids, None, None)
     with torch.no_grad():
-        _by_owners(table, scale_rows, (weight, ids, None, None), -1, max_norm, norm_type)
+        _by_owners(table, rank_bags.scale_rows, bags, -1, max_norm, norm_type)
     return weight
 
 
-RENORM = LocalCall(renorm, collective=True)
 _NORMS = "v [d], ... -> v [d]"
 
 
 def _renorm_choices(call: Call) -> Iterator[Choice]:
     """Operands: the table, which is written to, and the ids. A norm needs all columns of a row."""
-    for choice in pattern_choices(parse(_NORMS), call, reduce_op=None):
-        yield replace(choice, local=RENORM)
+    choices = pattern_choices(parse(_NORMS), call, reduce_op=None)
+    return run_by(LocalCall(renorm, collective=True), choices)
 
 
 RULES: Table = table(
