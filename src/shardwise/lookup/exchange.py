@@ -103,11 +103,8 @@ class Routing:
 
         Rows of equal ids are summed before they are sent.
         """
-
-        def merge(_: Coordinate, values: torch.Tensor, *runs: torch.Tensor) -> torch.Tensor:
-            return segment_sums(values, *runs)
-
-        summed = each_rank(self.grid, merge, values, self.order, self.starts, axes=())
+        given = (values, self.order, self.starts)
+        summed = each_rank(self.grid, lambda _, *parts: segment_sums(*parts), *given, axes=())
         return collectives.all_to_all_uneven(
             summed, self.num_wanted, self.num_given, self.grid, self.axis
         )

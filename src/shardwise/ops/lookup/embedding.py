@@ -124,11 +124,11 @@ def _exchanged(
     def rows(coordinate: Coordinate, weight: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
         return weight.index_select(0, asked - table.box(coordinate)[0][0])
 
-    def shaped(_: Coordinate, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return rows.view(*ids.shape, rows.shape[-1])
-
-    found = each_rank(grid, rows, weight, routing.asked, axes=(axis,))
-    return each_rank(grid, shaped, routing.answer(found), ids, axes=()), routing
+    answers = routing.answer(each_rank(grid, rows, weight, routing.asked, axes=(axis,)))
+    shaped = each_rank(
+        grid, lambda _, rows, ids: rows.view(*ids.shape, rows.shape[-1]), answers, ids, axes=()
+    )
+    return shaped, routing
 
 
 def _routed_choices(call: Call) -> Iterator[Choice]:
@@ -170,11 +170,11 @@ def _returned(
     placements = tuple(_owed(*pair, looked_up.ndim - 1) for pair in pairs)
     layout = layout.with_placements(placements, layout.order)
 
-    def flat(_: Coordinate, grad: torch.Tensor) -> torch.Tensor:
-        return grad.reshape(-1, grad.shape[-1])
-
     with because(_table_grad, implicit=True):
-        arrived = routing.hand_in(each_rank(layout.grid, flat, grad._local, axes=()))
+        flat = each_rank(
+            layout.grid, lambda _, rows: rows.reshape(-1, rows.shape[-1]), grad._local, axes=()
+        )
+        arrived = routing.hand_in(flat)
     batch, num_rows = (arrived, routing.asked), layout.shape[0]
     if sparse:
         bags = (*batch, None, None, padding_idx)
@@ -188,8 +188,7 @@ class EmbeddingLookup(UntracedFunction):
         ctx.materialize_grads = False  # as in SkipsNone, without its call
         rows, routing = _look_up(weight, ids)
         ctx.save_for_backward(ids)
-        by_freq = options[1]
-        route = None if by_freq or routing is None else (rows._layout, routing)
+        route = None if routing is None else (rows._layout, routing)
         ctx.plan = (gradient_layout(weight._layout), options, route)
         return rows
 
@@ -202,7 +201,7 @@ class EmbeddingLookup(UntracedFunction):
         num_rows = layout.shape[0]
         if torch.is_grad_enabled() and not sparse:  # double backward
             found = LookupGrad.apply(grad, ids, layout, padding_idx, by_freq)
-        elif route is not None:
+        elif route is not None and not by_freq:
             found = _returned(grad, route, layout, padding_idx, sparse)
         elif sparse:
             bags = (grad, ids, None, None, padding_idx)
@@ -262,9 +261,7 @@ def embedding(
     return _look_up(weight, ids)[0]
 
 
-RULES: Table = table(
-    ((routed_lookup,), Rule(_routed_choices, rules.ROWS)),
-)
+RULES: Table = table(((routed_lookup,), Rule(_routed_choices, rules.ROWS)))
 
 
 # -- bags ----------------------------------------------------------------------------------------
@@ -273,28 +270,23 @@ RULES: Table = table(
 # reduce-scattered. The cost model chooses, from sizes alone.
 
 
-def pool_rows(
-    weight: Any,
-    ids: Any,
-    weights: Any,
-    mode: int,
-    padding: int,
-    by_freq: bool,
-    sparse: bool,
-) -> Any:
+#: The mode, the padding index or -1, and whether gradients are scaled by frequency, and sparse.
+_Options = tuple[int, int, bool, bool]
+
+
+def _pool_rows(weight: Any, ids: Any, weights: Any, options: _Options) -> Any:
     """The sum or mean of each bag, from the rows of its ids."""
-    rows = torch.embedding(weight, ids, padding, by_freq, sparse)
+    mode, padding, *of_gradient = options
+    rows = torch.embedding(weight, ids, padding, *of_gradient)
     real = ids != padding if padding >= 0 else None
     if weights is not None:
         rows = rows * weights.unsqueeze(-1)
     if real is not None:
         rows = torch.where(real.unsqueeze(-1), rows, 0)
-    total = rows.sum(1)
     if mode != MODE_MEAN:
-        return total
-    if real is None:
-        return total / max(ids.shape[1], 1)
-    return total / real.sum(1, keepdim=True).clamp(min=1)
+        return rows.sum(1)
+    num = max(ids.shape[1], 1) if real is None else real.sum(1, keepdim=True).clamp(min=1)
+    return rows.sum(1) / num
 
 
 _EMBEDDING_BAG = torch.ops.aten.embedding_bag.padding_idx
@@ -305,13 +297,7 @@ class Pooled(SkipsNone):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        weight: Any,
-        ids: Any,
-        offsets: Any,
-        weights: Any,
-        given: Any,
-        options: tuple[int, int, bool, bool],
+        ctx: Any, weight: Any, ids: Any, offsets: Any, weights: Any, given: Any, options: _Options
     ) -> Any:
         found, won = _pool(weight, ids, offsets, weights, options)
         # Only the gradient of `weights` reads the table: else a step may write to it first.
@@ -340,9 +326,7 @@ class Pooled(SkipsNone):
         return found, None, None, along, None, None
 
 
-def _pool(
-    weight: Any, ids: Any, offsets: Any, weights: Any, options: tuple[int, int, bool, bool]
-) -> tuple[Any, Any]:
+def _pool(weight: Any, ids: Any, offsets: Any, weights: Any, options: _Options) -> tuple[Any, Any]:
     """The bags, and of a maximum the ids that won."""
     mode, padding, *_ = options
     if mode == MODE_MAX:
@@ -385,11 +369,10 @@ def embedding_bag(
     ids, offsets, weights = _bagged(ids, offsets, per_sample_weights, include_last_offset)
     options = (mode, _padding(padding_idx, weight), bool(scale_grad_by_freq), bool(sparse))
     square = offsets is None and has_values(ids._local)
+    trained = weight.requires_grad or (weights is not None and weights.requires_grad)
     if square and mode != MODE_MAX and _exchanges(weight._layout, ids._layout, 1):
-        bags = pool_rows(weight, ids, weights, *options)
-    elif torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (weight, weights)
-    ):
+        bags = _pool_rows(weight, ids, weights, options)
+    elif trained and torch.is_grad_enabled():
         bags = _apply_pooled(weight, ids, offsets, weights, given, options)
     else:
         bags, _ = _pool(weight, ids, offsets, weights, options)
@@ -397,14 +380,12 @@ def embedding_bag(
 
 
 def _padding(padding_idx: int | None, weight: Any) -> int:
-    if padding_idx is None:
-        return -1
     num_rows = weight.shape[0]
-    if not -num_rows <= padding_idx < num_rows:
+    if padding_idx is not None and not -num_rows <= padding_idx < num_rows:
         raise ArgumentError(
             f"padding_idx={padding_idx} is not a row of a table of {num_rows} rows."
         )
-    return padding_idx % num_rows
+    return -1 if padding_idx is None else padding_idx % num_rows
 
 
 def _bagged(ids: Any, offsets: Any, weights: Any, include_last: bool) -> tuple[Any, Any, Any]:

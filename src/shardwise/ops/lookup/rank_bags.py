@@ -94,7 +94,7 @@ class Bags(NamedTuple):
 
     def weights_at(self, places: Optional) -> Optional:
         """The weights of the ids at these positions."""
-        flat = _flat(self.weights)
+        flat = None if self.weights is None else self.weights.reshape(-1).contiguous()
         return flat if flat is None or places is None else flat.index_select(0, places)
 
     def edges(self, places: Optional) -> torch.Tensor:
@@ -118,11 +118,7 @@ class Bags(NamedTuple):
         if self.padding_idx >= 0:
             ids = ids.masked_fill(ids == self.padding_idx, -1)  # no rank's row
         lengths = None if self.single else self.bounds.diff()
-        return PartQuery(ids, lengths, _flat(self.weights), first_row=first_row or 0)
-
-
-def _flat(x: Optional) -> Optional:
-    return None if x is None else x.reshape(-1).contiguous()
+        return PartQuery(ids, lengths, self.weights_at(None), first_row=first_row or 0)
 
 
 def times(rows: torch.Tensor) -> torch.Tensor:

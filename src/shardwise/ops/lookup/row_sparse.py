@@ -28,7 +28,7 @@ from shardwise.dtensor import fallback
 from shardwise.dtensor.compile import FlatContext, context_of, part_names
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.lookup.ids import distinct, segment_sums
+from shardwise.lookup.ids import distinct, segment_sums, sharded_axes
 from shardwise.lookup.optimizers import add_distinct_rows
 from shardwise.ops.lookup.rules import SparseRows
 from shardwise.simulation.ranks import (
@@ -119,10 +119,8 @@ class RowSparse(DTensor):
 
         `masked_grad` is for torch's signature: a gradient has none.
         """
-        if torch.is_grad_enabled() and self.requires_grad:
-            dense = _Dense.apply(self)
-        else:
-            dense = self._reduce().terms()
+        recorded = torch.is_grad_enabled() and self.requires_grad
+        dense: Any = _Dense.apply(self) if recorded else self._reduce().terms()
         return dense if dtype is None else dense.to(dtype)
 
     def terms(self) -> DTensor:
@@ -257,11 +255,10 @@ def gather_rows(
     rows: torch.Tensor, values: torch.Tensor, grid: Grid, axis: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of all coordinates of the axis: padded to the longest, gathered, and trimmed."""
-
-    def count(_: Coordinate, rows: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([rows.shape[0]], device=rows.device)
-
-    counts = collectives.all_gather(each_rank(grid, count, rows, axes=()), grid, axis)
+    own = each_rank(
+        grid, lambda _, rows: torch.tensor([rows.shape[0]], device=rows.device), rows, axes=()
+    )
+    counts = collectives.all_gather(own, grid, axis)
 
     def pad(_: Coordinate, t: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         missing = int(counts.max()) - t.shape[0]
@@ -326,15 +323,11 @@ class HeldRows(torch.Tensor):
         if isinstance(args[0], HeldRows) and out is args[0].local:
             return args[0]
         origin = next(a.origin for a in args if isinstance(a, HeldRows))
-        if func is aten.sum.default:
-            return _sum_of_ranks(origin._layout, out)
+        if func is aten.sum.default:  # each rank has some rows, or terms of them
+            layout = origin._layout
+            terms = tuple(REPLICATE if p.is_replicate() else SUM for p in layout.placements)
+            return DTensor._wrap(out, make_layout(layout.grid, terms, (), (), out.dtype))
         return HeldRows.of(out, origin) if isinstance(out, torch.Tensor) else out
-
-
-def _sum_of_ranks(layout: Layout, term: torch.Tensor) -> DTensor:
-    """A sum over the rows of all ranks, of which each has those of this layout."""
-    placements = tuple(REPLICATE if p.is_replicate() else SUM for p in layout.placements)
-    return DTensor._wrap(term, make_layout(layout.grid, placements, (), (), term.dtype))
 
 
 #: The ops of `torch.sparse_coo_tensor(indices, values, size)`.
@@ -371,9 +364,7 @@ def _add_(a: Any, b: Any, *, alpha: float = 1) -> Any:
     b = b._reduce()
     _check_alike(a, b)
 
-    def here(
-        _: Coordinate, target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
+    def here(_: Coordinate, target: Any, rows: Any, values: Any) -> torch.Tensor:
         values = values.to(target.dtype)
         if coalesced:
             return add_distinct_rows(target, rows, values, alpha)
@@ -382,8 +373,7 @@ def _add_(a: Any, b: Any, *, alpha: float = 1) -> Any:
     target, coalesced = a._local, b._coalesced
     # One part for each part of the target: memory that ranks share is written once.
     rows, values = (held_like(each, roster_of(target)) for each in (b._rows, b._local))
-    axes = tuple(i for i, p in enumerate(a._layout.placements) if p.is_shard())
-    each_rank(a._layout.grid, here, target, rows, values, axes=axes)
+    each_rank(a._layout.grid, here, target, rows, values, axes=sharded_axes(a._layout))
     return a
 
 
@@ -401,12 +391,12 @@ def _joined(a: RowSparse, b: RowSparse, alpha: float) -> RowSparse:
     if a._layout.placements != b._layout.placements:
         a, b = _as_terms(a, b._layout), _as_terms(b, a._layout)
 
-    def join(_: Coordinate, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.cat([x, y])
+    def join(_: Coordinate, *parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.cat(parts[:2]), torch.cat(parts[2:])
 
-    grid = a._layout.grid
-    rows = each_rank(grid, join, a._rows, b._rows, axes=())
-    values = each_rank(grid, join, a._local, b._local * alpha if alpha != 1 else b._local, axes=())
+    added = b._local * alpha if alpha != 1 else b._local
+    held = (a._rows, b._rows, a._local, added)
+    rows, values = each_rank(a._layout.grid, join, *held, axes=())
     return make(a._layout, rows, values)
 
 

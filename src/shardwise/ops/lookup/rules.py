@@ -34,7 +34,7 @@ from shardwise.dispatch.rule import (
     pattern_choices,
     table,
 )
-from shardwise.lookup.ids import check_ids, check_offsets, has_values
+from shardwise.lookup.ids import check_ids, check_offsets, has_values, sharded_axes
 from shardwise.ops.lookup import rank_bags
 from shardwise.ops.lookup.rank_bags import Bags, Optional, pooled, pooled_grad, sample_grad
 from shardwise.redistribute.execute import execute
@@ -55,13 +55,13 @@ _MANY_IDS = 1024
 # own, or makes the gradient of its own.
 
 
-def table_stays(choices: Iterable[Choice], call: Call, number: int = 0) -> Iterator[Choice]:
+def _table_stays(choices: Iterable[Choice], call: Call, number: int = 0) -> Iterator[Choice]:
     """Those that do not move the table, which is this input, if it is sharded; ids may move."""
     placed = call.placed[number] if call.placed else REPLICATE
     return (c for c in choices if not placed.is_shard() or c.inputs[number] == placed)
 
 
-def run_by(local: LocalCall, choices: Iterable[Choice]) -> Iterator[Choice]:
+def _run_by(local: LocalCall, choices: Iterable[Choice]) -> Iterator[Choice]:
     return (replace(choice, local=local) for choice in choices)
 
 
@@ -91,10 +91,10 @@ def lookup_choices(
         for sizes in call.splits([(0, 0)])
         for batch, out, sent in ways
     ]
-    return table_stays(run_by(local, (whole, *by_rows, *others)), call)
+    return _table_stays(_run_by(local, (whole, *by_rows, *others)), call)
 
 
-def gradient_choices(
+def _gradient_choices(
     call: Call,
     line: str,
     local: LocalCall,
@@ -110,7 +110,7 @@ def gradient_choices(
     reduce_op = None if by_freq else "sum"
     whole, *others = pattern_choices(parse(line), call, linear, reduce_op=reduce_op)
     of_rows = [replace(whole, outputs=(rows,)) for rows in call.wanted[:1] if rows.is_shard(0)]
-    return run_by(local, (whole, *of_rows, *others))
+    return _run_by(local, (whole, *of_rows, *others))
 
 
 def _gathering(
@@ -131,7 +131,7 @@ def _num_bytes(meta: Any) -> float:
 # -- lookups ---------------------------------------------------------------------------------
 
 
-def with_placement(layout: Layout, axes: Sequence[int], placement: Placement) -> Layout:
+def _with_placement(layout: Layout, axes: Sequence[int], placement: Placement) -> Layout:
     placements = list(layout.placements)
     for axis in axes:
         placements[axis] = placement
@@ -140,51 +140,53 @@ def with_placement(layout: Layout, axes: Sequence[int], placement: Placement) ->
 
 def _gathered(
     layouts: Sequence[Layout], ids: torch.Tensor, offsets: Optional = None, weights: Optional = None
-) -> tuple[list[int], torch.Tensor, Optional]:
+) -> tuple[list[int], tuple[torch.Tensor, Optional, Optional]]:
     """The axes that shard both rows and ids, and the checked batch of all ranks along them."""
     table, ids_layout = layouts[:2]
     met = [axis for axis in table.axes_of(0) if ids_layout.placements[axis].is_shard()]
-
-    def everywhere(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-        return execute(x, find_steps(layout, with_placement(layout, met, REPLICATE)))
-
     if met:
+
+        def everywhere(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+            return execute(x, find_steps(layout, _with_placement(layout, met, REPLICATE)))
+
         ids = everywhere(ids, ids_layout)
-        ids_layout = with_placement(ids_layout, met, REPLICATE)
+        ids_layout = _with_placement(ids_layout, met, REPLICATE)
         weights = None if weights is None else everywhere(weights, layouts[-2])
     check_ids(ids, ids_layout, table.shape[0])
     if offsets is not None:
         check_offsets(offsets, ids.shape[0])
-    return met, ids, weights
+    return met, (ids, offsets, weights)
 
 
 def _back(x: torch.Tensor, met: Sequence[int], held: Placement, out: Layout) -> torch.Tensor:
     """A result that has the placement `held` over these axes, in the layout `out`."""
-    return execute(x, find_steps(with_placement(out, met, held), out)) if met else x
+    return execute(x, find_steps(_with_placement(out, met, held), out)) if met else x
 
 
-def _first_row(table: Layout, coordinate: Coordinate) -> Any:
-    """The first row of a rank that may have only some."""
-    return table.box(coordinate)[0][0] if table.axes_of(0) else None
+def _own(table: Layout, axes: Sequence[int], coordinate: Coordinate) -> tuple[Any, Any]:
+    """The first row of a rank, None unless these axes shard rows; and how many it has."""
+    offset, shape = table.box(coordinate)
+    return offset[0] if axes else None, shape[0]
 
 
 def _by_owners(
     table: Layout, fn: Callable[..., Any], tensors: Sequence[Optional], *options: Any
 ) -> Any:
     """`fn(*tensors, *options, first_row)` on each rank."""
+    axes = table.axes_of(0)
 
     def here(coordinate: Coordinate, *tensors: Any) -> Any:
-        return fn(*tensors, *options, _first_row(table, coordinate))
+        return fn(*tensors, *options, _own(table, axes, coordinate)[0])
 
-    return each_rank(table.grid, here, *tensors, axes=table.axes_of(0))
+    return each_rank(table.grid, here, *tensors, axes=axes)
 
 
 def lookup(
     layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor, *options: Any
 ) -> torch.Tensor:
     """The rows that each rank owns, and zeros for those of others."""
-    met, ids, _ = _gathered(layouts, ids)
-    return _back(_by_owners(layouts[0], _own_rows, (weight, ids)), met, SUM, layouts[-1])
+    met, batch = _gathered(layouts, ids)
+    return _back(_by_owners(layouts[0], _own_rows, (weight, batch[0])), met, SUM, layouts[-1])
 
 
 def _own_rows(weight: torch.Tensor, ids: torch.Tensor, first_row: int | None) -> torch.Tensor:
@@ -247,8 +249,8 @@ def _pooled(
     weights: Optional,
     *options: int,
 ) -> torch.Tensor:
-    met, ids, weights = _gathered(layouts, ids, offsets, weights)
-    sums = _by_owners(layouts[0], pooled, (weight, ids, offsets, weights), *options)
+    met, batch = _gathered(layouts, ids, offsets, weights)
+    sums = _by_owners(layouts[0], pooled, (weight, *batch), *options)
     return _back(sums, met, SUM, layouts[-1])
 
 
@@ -269,12 +271,11 @@ def largest(
     weight: torch.Tensor, ids: torch.Tensor, offsets: Optional, padding_idx: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest entry of each bag and column, and the id it is of; 0 and -1 for an empty bag."""
-    best, place = rank_bags.largest(weight, ids, offsets, None, padding_idx)
-    return _winners(best, place, ids)
+    return _winners(ids, *rank_bags.largest(weight, ids, offsets, None, padding_idx))
 
 
 def _winners(
-    best: torch.Tensor, place: torch.Tensor, ids: torch.Tensor
+    ids: torch.Tensor, best: torch.Tensor, place: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     empty = place == ids.numel()
     padded = torch.nn.functional.pad(ids.reshape(-1), (0, 1), value=-1)
@@ -290,22 +291,21 @@ def _largest(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     table, (out, won) = layouts[0], layouts[-2:]
     grid, row_axes = table.grid, table.axes_of(0)
-    met, ids, _ = _gathered(layouts, ids, offsets)
+    met, batch = _gathered(layouts, ids, offsets)
+    own, place = _by_owners(table, rank_bags.largest, (weight, *batch), padding_idx)
+    best, all_ids = own, batch[0]
 
     def standing(_: Coordinate, best: Any, own: Any, place: Any, ids: Any) -> torch.Tensor:
         """The position of this rank's entry where no other rank has a larger one."""
         return torch.where(best == own, place, ids.numel())
 
-    batch = (weight, ids, offsets, None)
-    best, place = _by_owners(table, rank_bags.largest, batch, padding_idx)
     if row_axes:
-        own = best
         for axis in row_axes:
             best = collectives.all_reduce(best, "max", grid, axis)
-        place = each_rank(grid, standing, best, own, place, ids, axes=())
+        place = each_rank(grid, standing, best, own, place, all_ids, axes=())
         for axis in row_axes:
             place = collectives.all_reduce(place, "min", grid, axis)
-    values, ids_won = each_rank(grid, lambda _, *t: _winners(*t), best, place, ids, axes=())
+    values, ids_won = each_rank(grid, lambda _, *t: _winners(*t), all_ids, best, place, axes=())
     return _back(values, met, REPLICATE, out), _back(ids_won, met, REPLICATE, won)
 
 
@@ -335,20 +335,19 @@ class SparseRows(NamedTuple):
         def here(coordinate: Coordinate, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             return values.new_zeros(layout.local_shape(coordinate)).index_add_(0, rows, values)
 
-        axes = tuple(a for a, p in enumerate(layout.placements) if p.is_shard())
-        return each_rank(layout.grid, here, self.rows, self.values, axes=axes)
+        return each_rank(layout.grid, here, self.rows, self.values, axes=sharded_axes(layout))
 
 
 def sparse_grad(grad: torch.Tensor, ids: torch.Tensor, offsets: Optional, *rest: Any) -> tuple[Any]:
     """As `pooled_grad`, or of a row for each id; on DTensors, one SparseRows."""
-    return (pooled_grad(*_as_bags(grad, ids, offsets), *rest),)
+    return (pooled_grad(*_as_bags(grad, ids, offsets), offsets, *rest),)
 
 
-def _as_bags(grad: Any, ids: Any, offsets: Optional) -> tuple[Any, Any, Optional]:
+def _as_bags(grad: Any, ids: Any, offsets: Optional) -> tuple[Any, Any]:
     """A row for each id is a bag of one."""
     if offsets is None and grad.dim() > ids.dim():
-        grad, ids = grad.reshape(ids.numel(), grad.shape[-1]), ids.reshape(-1, 1)
-    return grad, ids, offsets
+        return grad.reshape(ids.numel(), grad.shape[-1]), ids.reshape(-1, 1)
+    return grad, ids
 
 
 def _each_grad(
@@ -364,13 +363,14 @@ def _each_grad(
 ) -> Any:
     """The gradient of the rows that each rank has."""
     table = layouts[-1]
+    axes = table.axes_of(0)
 
-    def here(coordinate: Coordinate, *tensors: Any) -> Any:
-        batch = (*_as_bags(*tensors[:3]), tensors[3])
-        rest = padding_idx, table.local_shape(coordinate)[0], *options
-        return compute(*batch, *rest, _first_row(table, coordinate))
+    def here(coordinate: Coordinate, grad: Any, ids: Any, offsets: Any, weights: Any) -> Any:
+        first_row, num_rows = _own(table, axes, coordinate)
+        bags = (*_as_bags(grad, ids, offsets), offsets, weights, padding_idx)
+        return compute(*bags, num_rows, *options, first_row)
 
-    return each_rank(table.grid, here, grad, ids, offsets, weights, axes=table.axes_of(0))
+    return each_rank(table.grid, here, grad, ids, offsets, weights, axes=axes)
 
 
 def rows_grad(layouts: Sequence[Layout], *batch: Any) -> torch.Tensor:
@@ -393,7 +393,7 @@ def _rows_grad_choices(call: Call) -> Iterator[Choice]:
         if call.inputs[0].ndim > call.inputs[1].ndim:
             line = EACH
     local = LocalCall(fn, collective=True)
-    return gradient_choices(call, line, local, linear=linear, by_freq=call.args[7])
+    return _gradient_choices(call, line, local, linear=linear, by_freq=call.args[7])
 
 
 def table_grad(
@@ -406,6 +406,7 @@ def table_grad(
 ) -> torch.Tensor:
     """The gradient of a table whose rows were looked up, by torch's kernel or as that of bags."""
     table = layouts[-1]
+    axes = table.axes_of(0)
     # Torch's CPU kernel takes several times as long as adding rows, except for few ids. The CUDA
     # kernel adds in a fixed order, and the compiler knows it.
     few = type(ids) is torch.Tensor and ids.numel() <= _FEW_IDS
@@ -414,7 +415,7 @@ def table_grad(
         return rows_grad(layouts, *bags, num_rows, rank_bags.MODE_SUM, by_freq)
 
     def here(coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        num_rows, first_row = table.local_shape(coordinate)[0], _first_row(table, coordinate)
+        first_row, num_rows = _own(table, axes, coordinate)
         if any(type(size) is int and size == 0 for size in (num_rows, grad.shape[-1])):
             return grad.new_zeros((num_rows, grad.shape[-1]))  # it fails on CUDA
         if first_row is None:
@@ -429,7 +430,7 @@ def table_grad(
         row = row.masked_fill(skipped, num_rows)
         return _dense_backward(grad, row, num_rows + 1, num_rows, by_freq)[:num_rows]
 
-    found: torch.Tensor = each_rank(table.grid, here, grad, ids, axes=table.axes_of(0))
+    found: torch.Tensor = each_rank(table.grid, here, grad, ids, axes=axes)
     return found
 
 
@@ -438,7 +439,7 @@ def _table_grad_choices(call: Call) -> Iterator[Choice]:
     sizes = call.inputs[1].shape
     few = all(type(size) is int for size in sizes) and math.prod(sizes) <= _FEW_IDS
     local = LocalCall(table_grad, collective=True)
-    for choice in gradient_choices(call, EACH, local, by_freq=call.args[4]):
+    for choice in _gradient_choices(call, EACH, local, by_freq=call.args[4]):
         rows_sharded = choice.outputs[0].is_shard(0)
         yield choice if rows_sharded or not few else replace(choice, local=None)
 
@@ -455,23 +456,21 @@ def largest_grad(
 
 
 def _largest_grad(
-    coordinate: Coordinate,
-    layouts: Sequence[Layout],
-    grad: torch.Tensor,
-    won: torch.Tensor,
-    num_rows: int,
+    coordinate: Coordinate, layouts: Sequence[Layout], grad: torch.Tensor, *won: Any
 ) -> torch.Tensor:
     table = layouts[-1]
-    return largest_grad(grad, won, table.local_shape(coordinate)[0], _first_row(table, coordinate))
+    first_row, num_rows = _own(table, table.axes_of(0), coordinate)
+    return largest_grad(grad, won[0], num_rows, first_row)
 
 
 def _largest_grad_choices(call: Call) -> Iterator[Choice]:
     """Operands: the gradient of the bags, and the ids that had the largest."""
-    return gradient_choices(call, "b d, b d -> v d", LocalCall(_largest_grad, per_rank=True))
+    return _gradient_choices(call, "b d, b d -> v d", LocalCall(_largest_grad, per_rank=True))
 
 
 def _sample_grad(coordinate: Coordinate, layouts: Sequence[Layout], *args: Any) -> torch.Tensor:
-    return sample_grad(*args, _first_row(layouts[-2], coordinate))
+    table = layouts[-2]
+    return sample_grad(*args, _own(table, table.axes_of(0), coordinate)[0])
 
 
 def _sample_grad_choices(call: Call) -> Iterator[Choice]:
@@ -479,25 +478,21 @@ def _sample_grad_choices(call: Call) -> Iterator[Choice]:
     line = "b d, b l, v d -> b l" if _is_square(call) else "[b] d, [n], [e], v d -> [n]"
     table = len(call.inputs) - 1
     choices = pattern_choices(parse(line), call, ((0,), (table,)))
-    return table_stays(run_by(LocalCall(_sample_grad, per_rank=True), choices), call, table)
+    return _table_stays(_run_by(LocalCall(_sample_grad, per_rank=True), choices), call, table)
 
 
 # -- rows of a maximal norm ------------------------------------------------------------------
 
 
 def renorm(
-    layouts: Sequence[Layout],
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    max_norm: float,
-    norm_type: float,
+    layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor, *norm: float
 ) -> torch.Tensor:
-    """Scale down the rows of the ids that this rank owns, in place."""
+    """Scale down the rows of the ids that each rank owns, in place. `norm` has its type too."""
     table = layouts[0]
     check_ids(ids, layouts[1], table.shape[0])
     bags = (weight, ids, None, None)
     with torch.no_grad():
-        _by_owners(table, rank_bags.scale_rows, bags, -1, max_norm, norm_type)
+        _by_owners(table, rank_bags.scale_rows, bags, -1, *norm)
     return weight
 
 
@@ -507,7 +502,7 @@ _NORMS = "v [d], ... -> v [d]"
 def _renorm_choices(call: Call) -> Iterator[Choice]:
     """Operands: the table, which is written to, and the ids. A norm needs all columns of a row."""
     choices = pattern_choices(parse(_NORMS), call, reduce_op=None)
-    return run_by(LocalCall(renorm, collective=True), choices)
+    return _run_by(LocalCall(renorm, collective=True), choices)
 
 
 RULES: Table = table(
