@@ -55,11 +55,6 @@ class Bags(NamedTuple):
         return self.ids.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
 
     @property
-    def single(self) -> bool:
-        """Whether each id is a bag of its own."""
-        return self.offsets is None and self.ids.shape[1] == 1
-
-    @property
     def bounds(self) -> torch.Tensor:
         """Where each bag starts among the flat ids, and where the last one ends."""
         if self.offsets is not None:
@@ -106,8 +101,8 @@ class Bags(NamedTuple):
         if self.offsets is None:
             length = self.ids.shape[1]
             if places is None:
-                return grad if self.single else grad.repeat_interleave(length, 0)
-            return grad.index_select(0, places if self.single else divided(places, length))
+                return grad if length == 1 else grad.repeat_interleave(length, 0)
+            return grad.index_select(0, places if length == 1 else divided(places, length))
         if places is None:
             places = torch.arange(self.ids.numel(), device=self.ids.device)
         return grad.index_select(0, torch.searchsorted(self.bounds, places, right=True) - 1)
@@ -117,8 +112,7 @@ class Bags(NamedTuple):
         ids = self.ids.reshape(-1)
         if self.padding_idx >= 0:
             ids = ids.masked_fill(ids == self.padding_idx, -1)  # no rank's row
-        lengths = None if self.single else self.bounds.diff()
-        return PartQuery(ids, lengths, self.weights_at(None), first_row=first_row or 0)
+        return PartQuery(ids, self.bounds.diff(), self.weights_at(None), first_row=first_row or 0)
 
 
 def times(rows: torch.Tensor) -> torch.Tensor:
@@ -202,12 +196,12 @@ def pooled(
     return bags.averaged(found).to(weight.dtype) if mode == MODE_MEAN else found
 
 
-_GRADIENT = "SymInt num_rows, int mode, bool by_freq, SymInt? first_row=None) -> "
+_GRADIENT = "SymInt num_rows, int mode, bool by_freq, SymInt? first_row"
 
 
 @_one_op(
     "bags_backward",
-    f"{_GRADIENT} Tensor",
+    f"{_GRADIENT}=None) -> Tensor",
     lambda grad, _, num_rows, *__: grad.new_empty((num_rows, grad.shape[1])),
 )
 def pooled_grad(
@@ -235,14 +229,9 @@ def _row_grad_shapes(grad: torch.Tensor, bags: Bags, *_: Any) -> Any:
     return bags.ids.new_empty(num), grad.new_empty((num, grad.shape[1]))
 
 
-@_one_op("bags_backward_rows", f"{_GRADIENT} (Tensor, Tensor)", _row_grad_shapes)
+@_one_op("bags_backward_rows", f"{_GRADIENT}) -> (Tensor, Tensor)", _row_grad_shapes)
 def row_grads(
-    grad: torch.Tensor,
-    bags: Bags,
-    num_rows: int,
-    mode: int,
-    by_freq: bool,
-    first_row: int | None = None,
+    grad: torch.Tensor, bags: Bags, num_rows: int, mode: int, by_freq: bool, first_row: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows here that were looked up, maybe with repeats, and the gradient of each."""
     rows, places = bags.found(num_rows, first_row)
@@ -285,15 +274,11 @@ def sample_grad(
 
 @_one_op(
     "rows_renorm_",
-    "float max_norm, float norm_type, SymInt? first_row=None) -> ()",
+    "float max_norm, float norm_type, SymInt? first_row) -> ()",
     lambda *_: None,
 )
 def scale_rows(
-    weight: torch.Tensor,
-    bags: Bags,
-    max_norm: float,
-    norm_type: float,
-    first_row: int | None = None,
+    weight: torch.Tensor, bags: Bags, max_norm: float, norm_type: float, first_row: int | None
 ) -> None:
     """Scale down the rows here that are looked up, in place."""
     if weight.shape[0]:
@@ -326,10 +311,13 @@ def largest(
     else:
         rows, places = bags.found(weight.shape[0], first_row)
         edges, found = bags.edges(places), weight.index_select(0, rows)
-        numbers = torch.arange(rows.shape[0], device=rows.device)
-        best, _, _, at = torch.embedding_bag(
-            found, numbers, edges, False, MODE_MAX, include_last_offset=True
-        )
-        place = at if places is None or not rows.numel() else places[at]
         none = (edges.diff() == 0).unsqueeze(1)
+        if found.numel():
+            numbers = torch.arange(rows.shape[0], device=rows.device)
+            query = (found, numbers, edges, False, MODE_MAX)
+            best, _, _, place = torch.embedding_bag(*query, include_last_offset=True)
+            place = place if places is None else places[place]
+        else:  # kernels may fail
+            best = found.new_zeros((bags.num_bags, weight.shape[1]))
+            place = torch.zeros_like(best, dtype=torch.int64)
     return best.masked_fill(none, -math.inf), place.masked_fill(none, bags.ids.numel())

@@ -192,9 +192,8 @@ class RowSparse(DTensor):
         num = 1 if roster is None else roster.num_parts
         rows = from_parts(parts[:num], roster)
         values = from_parts(parts[num:], context.values.roster)
-        return make(
-            context.values.layout(outer_size, outer_stride), rows, values, context.coalesced
-        )
+        layout = context.values.layout(outer_size, outer_stride)
+        return make(layout, rows, values, context.coalesced)
 
     def _stable_hash_for_caching(self) -> str:
         rows = [tuple(map(str, p.shape)) for p in parts_of(self._rows)]
@@ -267,11 +266,10 @@ def gather_rows(
     def join(_: Coordinate, t: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         return torch.cat([part[:num] for part, num in zip(t, counts.tolist(), strict=True)])
 
-    def gather(tensor: torch.Tensor) -> torch.Tensor:
+    def gather(tensor: torch.Tensor) -> Any:
         padded = each_rank(grid, pad, tensor, counts, axes=())
         everywhere = collectives.all_gather(padded, grid, axis)
-        found: torch.Tensor = each_rank(grid, join, everywhere, counts, axes=())
-        return found
+        return each_rank(grid, join, everywhere, counts, axes=())
 
     return gather(rows), gather(values)
 
@@ -414,11 +412,8 @@ def _as_terms(x: RowSparse, other: Layout) -> RowSparse:
     return make(layout.with_placements(tuple(placements)), rows, values)
 
 
-def _on_first(grid: Grid, axis: int, held: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = each_rank(
-        grid, lambda at, here: here[:0] if at[axis] else here, held, axes=(axis,)
-    )
-    return found
+def _on_first(grid: Grid, axis: int, held: torch.Tensor) -> Any:
+    return each_rank(grid, lambda at, here: here[:0] if at[axis] else here, held, axes=(axis,))
 
 
 def _times(x: Any, factor: Any) -> Any:

@@ -113,14 +113,10 @@ def _gradient_choices(
     return _run_by(local, (whole, *of_rows, *others))
 
 
-def _gathering(
-    call: Call, after: tuple[CollectiveCost, ...] | None = None
-) -> tuple[CollectiveCost, ...]:
-    """The collectives where ids are sharded like rows: the batch's, and those of its results."""
+def _gathering(call: Call, *after: CollectiveCost) -> tuple[CollectiveCost, ...]:
+    """The collectives where ids are sharded like rows: the batch's, and `after`, or of sums."""
     batch = (CollectiveCost("all_gather", _num_bytes(meta)) for meta in call.inputs[1:])
-    if after is None:
-        after = (CollectiveCost("reduce_scatter", _num_bytes(call.outputs[0])),)
-    return *batch, *after
+    return *batch, *(after or (CollectiveCost("reduce_scatter", _num_bytes(call.outputs[0])),))
 
 
 def _num_bytes(meta: Any) -> float:
@@ -314,7 +310,7 @@ def _largest_choices(call: Call) -> Iterator[Choice]:
     line = "[v] d, b [l] -> b d, b d" if _is_square(call) else "[v] d, [n], [e] -> [b] d, [b] d"
     local = LocalCall(_largest, collective=True)
     agreed = tuple(CollectiveCost("all_reduce", _num_bytes(out)) for out in call.outputs)
-    sent = {"alone": agreed, "together": _gathering(call, agreed)}
+    sent = {"alone": agreed, "together": _gathering(call, *agreed)}
     return lookup_choices(call, line, local, REPLICATE, linear=(), **sent)
 
 
@@ -367,8 +363,8 @@ def _each_grad(
 
     def here(coordinate: Coordinate, grad: Any, ids: Any, offsets: Any, weights: Any) -> Any:
         first_row, num_rows = _own(table, axes, coordinate)
-        bags = (*_as_bags(grad, ids, offsets), offsets, weights, padding_idx)
-        return compute(*bags, num_rows, *options, first_row)
+        grad, ids = _as_bags(grad, ids, offsets)
+        return compute(grad, ids, offsets, weights, padding_idx, num_rows, *options, first_row)
 
     return each_rank(table.grid, here, grad, ids, offsets, weights, axes=axes)
 
@@ -403,7 +399,7 @@ def table_grad(
     num_rows: int,
     padding_idx: int,
     by_freq: bool,
-) -> torch.Tensor:
+) -> Any:
     """The gradient of a table whose rows were looked up, by torch's kernel or as that of bags."""
     table = layouts[-1]
     axes = table.axes_of(0)
@@ -430,8 +426,7 @@ def table_grad(
         row = row.masked_fill(skipped, num_rows)
         return _dense_backward(grad, row, num_rows + 1, num_rows, by_freq)[:num_rows]
 
-    found: torch.Tensor = each_rank(table.grid, here, grad, ids, axes=axes)
-    return found
+    return each_rank(table.grid, here, grad, ids, axes=axes)
 
 
 def _table_grad_choices(call: Call) -> Iterator[Choice]:
