@@ -7,8 +7,7 @@ import pytest
 
 from shardwise.planner.exact import find_highs
 from shardwise.planner.levels import Levels
-from shardwise.planner.local_search import TooMany
-from shardwise.planner.problem import BLOCK, HOST, Bounds, Option, Problem
+from shardwise.planner.problem import BLOCK, HOST, Bounds, Option, Problem, TooMany
 from tests.planner.test_solve import least_cost, make_problem
 
 pytestmark = pytest.mark.skipif(find_highs() is None, reason="highspy is not installed")

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.planner.exact import MixedProgram
-from shardwise.planner.local_search import Filler, TooMany
-from shardwise.planner.problem import BLOCK, HOST, Array, Assignment, Option, Problem
+from shardwise.planner.local_search import Filler
+from shardwise.planner.problem import BLOCK, HOST, Array, Assignment, Option, Problem, TooMany
 
 #: Sets of pieces at most; levels are apart by so much of the cost.
 _SETS, _APART = 2_000, 0.005

@@ -329,15 +329,13 @@ class Search:
 Bits = npt.NDArray[np.uint64]
 
 #: Pieces are bits of an integer.
-MOST_PIECES = 64
+_MOST_PIECES = 64
 #: Rooms are rounded down to this part of the whole, so that the ranks of a host are alike.
 _GRAIN = 1e-4
 #: Sets of pieces that may share a rank with the largest of them.
 _SETS = 50_000
 #: Completions of a piece that are known, and those that are tried for one partial filling.
 _KNOWN, _TRIED = 4_000, 60
-#: Pairs of a partial filling and a completion, where none is left out.
-_COMPLETE = 10_000_000
 #: Sums of loads may differ by so much.
 _ROUNDING = 1e-9
 _ONE = np.uint64(1)
@@ -350,7 +348,7 @@ _Found = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
+class _Pieces:
     """The pieces, largest first, and all sets of few of them, the smallest sum first."""
 
     table: Ints
@@ -367,7 +365,7 @@ class Filler:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._known: tuple[tuple[tuple[int, int], ...], Pieces] | None = None
+        self._known: tuple[tuple[tuple[int, int], ...], _Pieces] | None = None
 
     def refilled(self, plan: Assignment, cost_s: float, width: int) -> Assignment | None:
         """The same options on other ranks, within `cost_s`; None if none is found.
@@ -389,21 +387,21 @@ class Filler:
             else:
                 free += [(table, number) for number in range(option.num_shards)]
         rooms = (np.concatenate([unit[:1], problem.capacity]) - fixed) / unit
-        if not free or len(free) > MOST_PIECES or (rooms < -_ROUNDING).any():
+        if not free or len(free) > _MOST_PIECES or (rooms < -_ROUNDING).any():
             return None
         rooms = np.maximum(np.floor(rooms / _GRAIN + 1e-6), 0) * _GRAIN
         kinds, kind_of, counts = np.unique(rooms, axis=0, return_inverse=True, return_counts=True)
         pieces = self._pieces(plan, tuple(free))
-        found = Filling(pieces, apart_of(plan, pieces), unit, kinds, counts).run(width)
+        found = _Filling(pieces, _apart_of(plan, pieces), unit, kinds, counts).run(width)
         if found is None:
             return None
         made = plan.copy()
         made.ranks = [ranks.copy() for ranks in made.ranks]
-        put_pieces(made, pieces, found, kind_of)
+        _put_pieces(made, pieces, found, kind_of)
         return made
 
-    def _pieces(self, plan: Assignment, free: tuple[tuple[int, int], ...]) -> Pieces:
-        key = tuple((table, plan.chosen[table] * MOST_PIECES + n) for table, n in free)
+    def _pieces(self, plan: Assignment, free: tuple[tuple[int, int], ...]) -> _Pieces:
+        key = tuple((table, plan.chosen[table] * _MOST_PIECES + n) for table, n in free)
         if self._known is None or self._known[0] != key:
             loads = np.stack([plan.option(t).shards[n] for t, n in free])  # type: ignore[index]
             order = np.argsort(-loads[:, 0], kind="stable")
@@ -412,12 +410,12 @@ class Filler:
             sums = np.concatenate([loads, np.zeros((1, loads.shape[1]))])[members].sum(1)
             by_size = np.argsort(sums[:, 0], kind="stable")
             table, number = np.asarray(free, np.int64)[order].T
-            made = Pieces(table, number, loads, sums[by_size], bits[by_size], members[by_size, 0])
+            made = _Pieces(table, number, loads, sums[by_size], bits[by_size], members[by_size, 0])
             self._known = key, made
         return self._known[1]
 
 
-def apart_of(plan: Assignment, pieces: Pieces) -> list[int]:
+def _apart_of(plan: Assignment, pieces: _Pieces) -> list[int]:
     """The pieces of each table whose shards need ranks of their own."""
     found = []
     for table in np.unique(pieces.table).tolist():
@@ -428,7 +426,7 @@ def apart_of(plan: Assignment, pieces: Pieces) -> list[int]:
     return found
 
 
-def put_pieces(plan: Assignment, pieces: Pieces, found: _Found, kind_of: Ints) -> None:
+def _put_pieces(plan: Assignment, pieces: _Pieces, found: _Found, kind_of: Ints) -> None:
     """Give the pieces ranks of the kinds that were found."""
     unused = [np.flatnonzero(kind_of.ravel() == k).tolist() for k in range(kind_of.max() + 1)]
     for kind, bits in found:
@@ -455,25 +453,17 @@ def _sets(num: int) -> tuple[Ints, Bits]:
     return members, np.bitwise_or.reduce(bit[members], 1)
 
 
-class TooMany(Exception):
-    """There are more partial fillings than may be kept."""
-
-
-class Filling:
+class _Filling:
     """One search for a filling; see Note [Filling]."""
 
     def __init__(
         self,
-        pieces: Pieces,
+        pieces: _Pieces,
         apart: list[int],
         unit: Array,
         kinds: Array,
         counts: Ints,
-        *,
-        complete: bool = False,
     ) -> None:
-        #: Whether nothing may be left out; then `run` raises `TooMany` rather than do so.
-        self.complete = complete
         self.loads = pieces.loads / unit
         self.pieces, self.apart, self.unit = pieces, apart, unit
         self.kinds, self.counts = kinds, counts
@@ -493,8 +483,6 @@ class Filling:
             parent, kind, bits, wasted = self._completed(left, ranks, waste)
             if not len(parent):
                 return None
-            if self.complete and len(parent) > width:
-                raise TooMany
             rest = left[parent] & ~bits
             done = np.flatnonzero(rest == 0)
             steps.append((parent, kind, bits))
@@ -521,12 +509,9 @@ class Filling:
                 bits, more = self._completions(piece, kind)
                 if not len(at) or not len(bits):
                     continue
-                if self.complete and len(at) * len(bits) > _COMPLETE:
-                    raise TooMany
                 fits = (bits & ~left[at, None]) == 0
                 fits &= waste[at, None] + more <= self.spare + _ROUNDING
-                if not self.complete:
-                    fits &= fits.cumsum(1) <= _TRIED
+                fits &= fits.cumsum(1) <= _TRIED
                 filling, which = np.nonzero(fits)
                 parents.append(at[filling])
                 kinds.append(np.full(len(filling), kind))
@@ -560,8 +545,8 @@ class Filling:
                 bits, sets = bits[alone], sets[alone]
             if (room < 0).any():
                 bits, sets = bits[:0], sets[:0]
-            known = slice(None if self.complete else _KNOWN)
-            self._memo[piece, kind] = bits[known], room[0] - seconds[sets[known]] / unit[0]
+            bits, sets = bits[:_KNOWN], sets[:_KNOWN]
+            self._memo[piece, kind] = bits, room[0] - seconds[sets] / unit[0]
         return self._memo[piece, kind]
 
 

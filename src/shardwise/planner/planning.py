@@ -259,10 +259,10 @@ def _planned(
     solver: bool,
     tell: Callable[[Progress], None] | None,
 ) -> PlanResult:
-    problem = make_problem(work, setting, limit)
-    baseline = _table_wise(problem, work, setting, limit)
-    starts = [] if baseline is None else [baseline[1]]
     try:
+        problem = make_problem(work, setting, limit)
+        baseline = _table_wise(problem, work, setting, limit)
+        starts = [] if baseline is None else [baseline[1]]
         solution = solve(problem, gap=gap, seconds=seconds, starts=starts, exact=solver, tell=tell)
     except NoPlanFits as error:
         raise NoPlanFits(f"{error} {what_would_fit(work, setting, limit)}") from None
@@ -291,7 +291,7 @@ def make_problem(work: Workload, setting: Setting, memory: float) -> Problem:
     if left <= 0:
         raise NoPlanFits(
             f"No plan fits into {show_bytes(memory)} per rank: outputs and exchanged ids alone "
-            f"take {show_bytes(common[1])}. Use a smaller batch or more ranks."
+            f"take {show_bytes(common[1])}. A smaller batch needs less."
         )
     base = setting.base_s + common[0]
     at_once = cores_at_once(setting)

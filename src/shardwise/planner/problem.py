@@ -29,6 +29,10 @@ Mask = npt.NDArray[np.bool_]
 ANY, HOST, BLOCK = "any", "host", "block"
 
 
+class TooMany(Exception):
+    """There are too many cases to try them all."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Option:
     """One way to shard a table."""

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwise.errors import LayoutError
-from shardwise.planner.enumeration import enumerated
 from shardwise.planner.exact import ExactProblem, find_highs
+from shardwise.planner.layouts import laid_out
 from shardwise.planner.levels import Levels
-from shardwise.planner.local_search import Filler, Search, TooMany
+from shardwise.planner.local_search import Filler, Search
 from shardwise.planner.packing import Packing, packed
-from shardwise.planner.problem import Array, Assignment, Bound, Bounds, Problem
+from shardwise.planner.problem import Array, Assignment, Bound, Bounds, Problem, TooMany
 from shardwise.planner.replicas import Replicas
 
 #: Beyond so many columns the exact model is not tried; with several hosts it proves less.
@@ -37,7 +37,7 @@ _POOL, _FAILED = 4, 30
 #: Partial fillings that are kept, and costs that are tried, from near the best to the wanted one.
 _WIDTH, _SHARES = 300, (0.8, 0.5, 0.0)
 #: How close to its bound a program of levels is solved, and by how much the next bound is higher.
-_LEVELS_GAP, _LEVELS_STEP = 0.0005, 0.0099
+_LEVELS_GAP, _STEP = 0.0005, 0.0099
 #: Rounds of replicas at most, per table, and times pieces times ranks; with fewer it is not tried.
 _EXCHANGES, _TABLE_EXCHANGES, _EXCHANGED, _LEAST_EXCHANGES = 10_000, 200, 40_000_000, 1_000
 
@@ -173,9 +173,9 @@ def solve(
             solver = "HiGHS and own search"
         if by_host and problem.num_hosts > 1 and not run.close(gap):
             _kick(run, packings, gap, rounds=_KICKS // 10)
-            _enumerate(run, gap)
+            if highs is not None and _lay_out(run, gap, highs):
+                solver = "HiGHS and own search"
             _exchange(run, gap)
-            _enumerate(run, gap)
     packings += more
     if not run.close(gap):
         _kick(run, packings, gap, rounds=_KICKS, first_seed=_KICKS)
@@ -303,7 +303,7 @@ def _levels(run: _Run, gap: float, highs: object) -> bool:
     """Ask for plans within the gap of the bound; where there are none, that is the next bound."""
     problem, asked = run.problem, False
     while not run.late() and not run.close(gap):
-        wanted = min(run.bound_s * (1 + max(gap, _LEVELS_STEP)), run.cost / (1 + gap))
+        wanted = min(run.bound_s * (1 + max(gap, _STEP)), run.cost / (1 + gap))
         allowed = allowed_lists(problem, run.bounds.useful(wanted))
         if not all(allowed):
             run.bound_s = wanted
@@ -329,24 +329,32 @@ def _levels(run: _Run, gap: float, highs: object) -> bool:
         )
         run.bound_s = max(run.bound_s, min(levels.seconds(solved.bound), wanted))
         run.note("levels")
-        if run.bound_s < min(wanted, bound_s * (1 + _LEVELS_STEP / 2)):
+        if run.bound_s < min(wanted, bound_s * (1 + _STEP / 2)):
             break
     return asked
 
 
-def _enumerate(run: _Run, gap: float) -> None:
-    """Try every plan that is cheaper by more than the gap; that there is none is the proof."""
-    while not run.late() and not run.close(gap):
-        wanted = run.cost / (1 + gap)
-        try:
-            found = enumerated(run.bounds, wanted)
-        except TooMany:
-            return
-        if found is None:
-            run.bound_s = max(run.bound_s, wanted)
-            run.note("enumeration")
-        elif not run.offer(found, "enumeration"):
-            return
+def _lay_out(run: _Run, gap: float, highs: object) -> bool:
+    """Ask for layouts of plans that cost less; where there are none, that is the next bound."""
+    asked = False
+    while run.problem.num_hosts > 1 and not run.late() and not run.close(gap):
+        # The gap is closed where no plan costs less than the first, or one at most the other.
+        proof, near = run.cost / (1 + gap), run.bound_s * (1 + max(gap, _STEP))
+        for wanted in sorted({min(proof, near), near}):
+            try:
+                found = laid_out(run.bounds, wanted, highs, run.late, or_proof=wanted < near)
+            except TooMany:
+                continue
+            asked = True
+            if found is None:
+                run.bound_s = max(run.bound_s, wanted)
+                run.note("layouts")
+            elif not run.offer(found, "layouts"):
+                return asked
+            break
+        else:
+            return asked
+    return asked
 
 
 def _packing_of(assignment: Assignment, cost: float) -> Packing:
