@@ -1,4 +1,4 @@
-"""shardwise plan: the best plan of a file of tables, or of a model's collections."""
+"""shardwise plan: the best plan for a file of tables, or for a model's collections."""
 
 from __future__ import annotations
 
@@ -170,8 +170,8 @@ def _workload_of_model(source: str, batch: int | None) -> Workload:
     collections = list(collections_in(module).values())
     if not collections:
         raise LayoutError(
-            f"{source} makes a {type(module).__name__} without a collection of tables; a planner "
-            "has nothing to plan there."
+            f"{source} makes a {type(module).__name__} without a collection of tables, so there is "
+            "nothing to plan."
         )
     kinds = {type(inner) for inner in collections}
     if len(kinds) > 1:

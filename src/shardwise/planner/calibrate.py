@@ -47,10 +47,10 @@ class KernelTiming:
     seconds: float
 
 
-#: Steps that several ranks take together are drawn: sets of tables, and plans of all kinds, since
-#: a rank's tables of one width share a kernel, and caches serve all of them.
+#: How many steps of several ranks are measured. Tables and plans are random, since tables of one
+#: width on a rank share a kernel call, and all share the caches.
 NUM_STEPS = 40
-#: Constants that are fitted to those steps, beside the terms of both kernels.
+#: Constants that are fitted to those steps, besides the terms of both kernels.
 FITTED = (
     "step_s", "width_s", "asker_byte_s", "leg_s", "send_id_s", "split_id_s", "sum_id_s",
     "group_s", "copies_s", "copy_byte_s",
@@ -95,8 +95,8 @@ def drawn_case(seed: int, num_ranks: int) -> DrawnStep:
     num = draw.randint(4, 30)
     bags, skew = draw.choice((128, 256, 512, 1024)), draw.choice((1.0, 2.0, 3.0))
     split, used = draw.random(), draw.randint(1, num_ranks)
-    # Some with tables split in one way only, and some without replicated ones, tell costs of these
-    # from those of others.
+    # Some steps split tables in one way only, and some replicate none: so the fit can separate the
+    # costs of each kind.
     kinds = draw.choice((("row_wise", "column_wise", "grid"), ("row_wise",), ("column_wise",)))
     copies = draw.choice((0.0, 0.3))
     tables: list[Table] = []
@@ -122,11 +122,11 @@ def drawn_case(seed: int, num_ranks: int) -> DrawnStep:
 
 
 def measure_steps(repeats: int, threads: int) -> tuple[list[float], float]:
-    """On each rank: CPU seconds of a step of each case, and of a byte sent or received.
+    """On each rank: CPU seconds of a step of each case, and per byte sent or received.
 
-    Other programs only ever make a step slower, so it is the lower quartile of the repeats.
-    The steps of all cases take turns, and each is taken with two batches, of which the second
-    counts: that finds its own rows in no cache, and its code in all.
+    Other programs only make a step slower, so it is the lower quartile of the repeats. Cases take
+    turns. Each takes two batches, and the second counts: its code is in the caches, its rows are
+    not.
     """
     torch.set_num_threads(threads)
     num, rank = dist.get_world_size(), dist.get_rank()
@@ -186,11 +186,12 @@ def rank_batch(case: DrawnStep, rank: int, step: int) -> Jagged:
 
 
 def fit_steps(cases: Sequence[DrawnStep], measured: Array, owner_byte_s: float) -> Constants:
-    """The constants that give these steps, by rank and case, with the least relative errors.
+    """Fit the constants to the steps' seconds, by rank and case, with the least relative errors.
 
-    A step's cost is linear in the constants: with one of them set to 1, it is the coefficient. What
-    the owner of a row pays for sending it is given, since steps do not tell it from what the owner
-    pays for looking it up.
+    A step's cost is linear in the constants: with one of them 1 and the others 0, it is the
+    coefficient.
+    `owner_byte_s` is measured apart, since these steps cannot separate the time that the owner of a
+    row takes to send it from the time to look it up.
     """
     num_ranks = len(measured)
     zero = Kernel(0.0, 0.0, 0.0, 0.0, TOUCHED, tuple(0.0 for _ in TOUCHED))
@@ -233,7 +234,7 @@ def _kernel_of(zero: Kernel, found: Array) -> Kernel:
 
 
 def sampled(case: DrawnStep, num_ranks: int) -> Workload:
-    """How a step of all ranks uses the tables of a case."""
+    """The workload of a case, measured from the batches of all ranks."""
     found = []
     for step in range(2):
         parts = [rank_batch(case, rank, step) for rank in range(num_ranks)]

@@ -1,4 +1,4 @@
-"""What each way to shard a table costs, by the constants of a machine, kept in a file.
+"""The cost of each way to shard a table, by the constants of a machine, which a file holds.
 
 Note [Who pays]
 All ranks request rows of all tables, so which ranks hold a shard does not change what others pay.
@@ -43,7 +43,7 @@ OPTIMIZERS: dict[str, type[FusedOptimizer]] = {
 ID_BYTES = 4
 #: Narrower columns than these are not offered.
 LEAST_COLUMNS = 4
-#: A split of fewer rows per rank is not offered: it sends as much and saves nothing.
+#: Splits into fewer rows per rank are not offered: they send as much and save nothing.
 LEAST_ROWS = 100
 #: Rows of fewer bytes than these are updated by torch's kernels where wider ones have their own.
 NARROW_BYTES = 64
@@ -147,7 +147,7 @@ class Loads:
         return found
 
     def rows_are_fewer(self, holders: float) -> Mask:
-        """Per table, whether rows are exchanged if it decides alone.
+        """Per table, whether it exchanges rows if it decides alone.
 
         See Note [Rows instead of sums] in `lookup.messages`.
         """
@@ -293,7 +293,7 @@ def _counts(num_ranks: int, ranks_per_host: int) -> list[int]:
 
 
 def _forced(setting: Setting, use: TableUse) -> list[SplitKind]:
-    """Kinds that the user insists on, even if they make no sense."""
+    """Options of the kinds that the user asks for, where none would be offered."""
     num, found = setting.num_ranks, []
     for kind in use.kinds or ():
         if kind == "column_wise":
@@ -387,13 +387,12 @@ def shard_sizes(size: int, holders: int) -> Ints:
 
 # Note [Seconds per byte]
 # The seconds per byte of a lookup depend on how many different bytes a step touches: what fits into
-# a cache is read faster. So a kernel has seconds per byte at some sizes, and those between are
-# interpolated over the logarithm of the size. There are also seconds per call, per shard of a
-# table, per id and per bag: a kernel's time is not the sum of the times of tables alone.
+# a cache is read faster. So a kernel has seconds per byte at some sizes, interpolated over the
+# logarithm of the size. It also has seconds per call, per shard of a table, per id and per bag.
 #
 # Note [Rows of an update]
 # An update reads and writes each different row once, however often it was looked up. Narrow rows
-# may have another kernel; see `lookup.backends.registry`.
+# may use another kernel; see `lookup.backends.registry`.
 
 
 FORMAT = "shardwise constants 1"
@@ -434,12 +433,12 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What a machine takes for the work of a step."""
+    """The seconds that a machine takes for each part of a step."""
 
     name: str
     lookup: Kernel
     update: Kernel
-    #: Seconds of one exchange, whatever it carries: within a host, and between hosts.
+    #: Seconds of one exchange of any size: within a host, and between hosts.
     latency_s: float
     latency_between_s: float
     #: Seconds per byte for the rank that holds a table, to ranks of its host and of others.

@@ -1,19 +1,20 @@
-"""Mixed-integer programs for HiGHS, and the program of all plans, without copies of a plan.
+"""Mixed-integer programs for HiGHS, and the program of all plans, each counted once.
 
 Note [Ranks in order of appearance]
 Ranks are interchangeable, so every plan has as many copies as ranks have permutations; a solver
 that sees them all proves nothing in time. Here tables are ordered by size, and ranks are numbered
-in the order of their first use: a table may use no rank beyond those that the tables before it can
-have used. With several hosts the same holds for hosts, and for the ranks inside each.
+in the order of their first use: a table may use only ranks that the tables before it can have
+used, and as many more as it has shards. With several hosts the same holds for hosts, and for the
+ranks of each.
 
 Note [Hosts first]
 With `by_host`, the program only says how many shards of a table a host gets, not on which of its
-ranks: a relaxation with few columns, whose bound is as valid, and whose solution is a good start.
+ranks. That is a relaxation with few columns: its bound is valid, and its solution is a good start.
 
 Note [Pigeonholes]
-Means over the ranks of a host do not see that shards are whole. Two kinds of rows do: a host with
-a shard of some size has a rank with at least that on top of what all its ranks have; and if it has
-n shards of at least that size, one rank has n / ranks of them, rounded up.
+Means over the ranks of a host ignore that shards are whole. Two kinds of rows do not. A host with a
+shard of some size has a rank with at least that size on top of what all its ranks have. And if it
+has n shards of at least that size, one rank has n / ranks of them, rounded up.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class MixedProgram:
         better: Callable[[Array], None] = lambda values: None,
         enough: Callable[[float], bool] = lambda bound: False,
     ) -> Solved:
-        """Minimise; `better` gets each better solution, and a bound that is `enough` ends it."""
+        """Minimise. `better` gets each better solution; a bound that is `enough` ends it."""
         solver = highs.Highs()
         for name, value in (
             ("output_flag", False),
@@ -115,7 +116,7 @@ class MixedProgram:
         solver.cbMipImprovingSolution.subscribe(
             lambda event: better(np.array(event.data_out.mip_solution))
         )
-        # With a model that it refused, HiGHS may never end.
+        # HiGHS may run forever after it refused a model.
         accepted = solver.passModel(self._lp(highs)) != highs.HighsStatus.kError
         assert accepted, "a model without errors"
         solver.run()

@@ -53,11 +53,11 @@ def limits(result: PlanResult) -> list[str]:
     worst = int(priced.seconds.argmax())
     if bound.why == "table" and bound.table >= 0:
         name = result.problem.names[bound.table]
-        found.append(f"table {name!r}: no split puts less than its part on one rank")
+        found.append(f"table {name!r}: every way to shard it puts this much on one rank")
     if result.memory < UNLIMITED and bound.prices.any():
         full = int(priced.memory.argmax())
         share = priced.memory[full] / result.memory
-        found.append(f"memory: rank {full} is filled to {share:.0%}, and less room would cost more")
+        found.append(f"memory: rank {full} is {share:.0%} full; with less memory, plans cost more")
     total = float(priced.seconds[worst])
     network = float(priced.exchange_s[worst]) / total
     if network > 0.4:
@@ -71,10 +71,10 @@ def limits(result: PlanResult) -> list[str]:
         found.append(f"lookups and updates: {compute:.0%} of the time of rank {worst}")
     fixed = (priced.asking_s + result.setting.base_s) / total
     if fixed > 0.4:
-        found.append(f"what every rank does whatever the plan: {fixed:.0%} of the step")
+        found.append(f"work that is the same in every plan: {fixed:.0%} of the step")
     mean = float(priced.seconds.mean()) / total
     if not found or mean < 0.9:
-        found.append(f"balance: the mean rank takes {mean:.0%} of the slowest, rank {worst}")
+        found.append(f"balance: on average a rank takes {mean:.0%} of the slowest, rank {worst}")
     return found
 
 
@@ -130,18 +130,18 @@ def _reason(result: PlanResult, table: int, costs: dict[int, float]) -> str:
     if kind == "table_wise":
         return "whole: a split would send more"
     if kind == "data_parallel":
-        return "on every rank: too small to be worth an exchange"
+        return "on every rank: an exchange would cost more"
     if whole is None:
         return "split: other kinds were ruled out"
     shards = options[whole].shards
     assert shards is not None, "a whole table is one shard"
     if (shards[0, 1:] > problem.capacity).any():
-        return "split: whole, it is larger than the memory of a rank"
+        return "split: on one rank it would exceed the memory"
     if shards[0, 0] + problem.base_s > result.solution.cost_s:
-        return "split: whole, it alone would take longer than the plan"
+        return "split: on one rank it alone would take longer than the plan"
     if whole not in costs:
-        return "split: whole, it fits on no rank beside the others"
-    return "split: evens out the ranks"
+        return "split: no rank has memory for all of it beside the others"
+    return "split: balances the ranks"
 
 
 def compare(result: PlanResult, plan: Plan, name: str) -> Comparison:
@@ -174,7 +174,7 @@ def describe_result(result: PlanResult) -> str:
     if sent is not None:
         lines.append(f"rows and gradients are sent as {str(sent).removeprefix('torch.')}")
     elif result.allowed_dtype is not None:
-        lines.append("rows and gradients are not rounded to be sent: that would take longer")
+        lines.append("rows and gradients are sent unrounded: rounding would take longer")
     lines += [f"limited by {each}" for each in limits(result)]
     lines += assumed_lines(result.work)
     return "\n".join(lines)
@@ -189,10 +189,10 @@ def _percent(gap: float) -> str:
 
 
 def _table_wise_line(result: PlanResult) -> str:
-    """How the plan compares with `table_wise`, and why that was not taken if it is cheaper."""
+    """How the plan compares with `table_wise`, and what rules that out."""
     whole = Plan({"*": "table_wise"}, result.plan.exchange_dtype)
     other = compare(result, whole, "table_wise")
-    said = f"every table whole on one rank: {1e3 * other.price.step_s:.4g} ms"
+    said = f"every table on one rank: {1e3 * other.price.step_s:.4g} ms"
     reasons = [] if other.fits else ["does not fit into memory"]
     without = [u.table.name for u in result.work.uses if u.kinds and "table_wise" not in u.kinds]
     if without:

@@ -94,9 +94,9 @@ def laid_out(
     *,
     or_proof: bool = False,
 ) -> Assignment | None:
-    """A plan within `cost_s`; None if there is none. Raises `TooMany` if it cannot tell.
+    """A plan within `cost_s`; None if there is none. Raises `TooMany` if that stays open.
 
-    With `or_proof` it does not begin where it could find a plan, but not show that there is none.
+    With `or_proof` it raises at once if it could find a plan, but not prove that there is none.
     """
     if bounds.problem.at_once is not None:
         raise TooMany  # the slowest rank is not all that counts
@@ -526,5 +526,5 @@ class _Packing:
             if kind.ways:
                 del ranks[table][option.num_shards :]  # sets may cover more than there is
             if option.scope == HOST and len({rank // per_host for rank in ranks[table]}) > 1:
-                raise TooMany  # the program does not see that its pieces are on one host
+                raise TooMany  # the program ignores that its pieces must be on one host
         return Assignment(problem, chosen, [np.asarray(each, np.int64) for each in ranks])

@@ -1,16 +1,16 @@
 """The program of levels: what one rank holds, and how full the ranks of each host are.
 
 Note [Levels]
-Where a rank holds few shards, means over ranks do not see that shards are whole. Here a column is a
-set of pieces (shards that may be on any rank) that fits on one rank. Neither ranks nor hosts are
-named: the level of a host is the largest sum of pieces on one of its ranks, and the sets, sorted by
-their sums, fill the hosts from the highest level down. So there is no symmetry to break, and with
-some hundred sets the solver is quick.
+Where a rank holds few shards, means over ranks are weak bounds, since they ignore that shards are
+whole. Here a column is a set of pieces (shards that may be on any rank) that fits on one rank.
+Ranks and hosts have no names: the level of a host is the largest sum of pieces on one of its ranks,
+and the sets, sorted by their sums, fill the hosts from the highest level down. So there is no
+symmetry to break, and with some hundred sets the solver is quick.
 
-What a level leaves of the cost is room for blocks. The program adds these rooms up, and only keeps
-blocks off hosts that have no room for a block of that size; levels are rounded down to fewer
-numbers. Both keep the bound valid. A solution says what each rank of a host holds; its blocks are
-then packed into the rooms, a problem with hosts as ranks (Note [Filling]).
+The cost minus the level of a host is its room for blocks. The program limits only the total of
+these rooms, and keeps blocks off hosts that have no room for a block of that size. Levels are
+rounded down, so that there are few. The bound stays valid. A solution says what each rank of a host
+holds; its blocks are then packed into the rooms, a problem with hosts as ranks (Note [Filling]).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.planner.exact import MixedProgram
 from shardwise.planner.local_search import Filler
 from shardwise.planner.problem import BLOCK, HOST, Array, Assignment, Option, Problem, TooMany
 
-#: Sets of pieces at most; levels are apart by so much of the cost.
+#: The most sets of pieces; the distance of levels, relative to the cost.
 _SETS, _APART = 2_000, 0.005
 #: Partial packings of blocks that are kept, and costs that are tried.
 _WIDTH, _COSTS = 300, 6
@@ -33,7 +33,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LevelOption:
-    """One option of a table, with the least loads of its parts, relative to cost and capacity."""
+    """One option of a table, with the least loads it may cause, relative to cost and capacity."""
 
     table: int
     choice: int
@@ -52,7 +52,7 @@ class _LevelOption:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Set:
-    """Pieces that fit on one rank: the number of each piece's way, and what they load."""
+    """Pieces that fit on one rank: the number of each piece's option, and their total load."""
 
     ways: tuple[int, ...]
     load: Array
@@ -81,7 +81,7 @@ class Levels:
             self._keep_off(size, levels, hosts)
 
     def seconds(self, solved: float) -> float:
-        """Of a cost of the program."""
+        """The program's cost in seconds."""
         return solved * self._scale_s + self.problem.base_s
 
     def _way(self, table: int, choice: int) -> _LevelOption:
@@ -168,7 +168,7 @@ class Levels:
         return levels, hosts
 
     def _limit(self, levels: list[float], hosts: list[int]) -> None:
-        """No host is above the cost: on average, as are all ranks; and its level alone is not."""
+        """Hosts and ranks are within the cost on average, and no level alone is above it."""
         program, num_hosts = self.program, float(self.problem.num_hosts)
         mean = []
         for way in self._ways:
@@ -220,7 +220,7 @@ class Levels:
         """A plan with these sets, of a cost between the two; None if none is found."""
         picked = [way for way, c in zip(self._ways, self._picks, strict=True) if values[c] > 0.5]
         if any(way.option.scope == HOST and way.num_pieces > 1 for way in picked):
-            return None  # the program does not see that its pieces are on one host
+            return None  # the program ignores that its pieces must be on one host
         ranks: list[list[int]] = [[] for _ in picked]
         rank = 0
         for column, each in zip(reversed(self._used), reversed(self._sets), strict=True):

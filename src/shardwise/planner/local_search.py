@@ -1,7 +1,7 @@
-"""Local search: moves and swaps that lower the highest ranks; filling all ranks anew.
+"""Local search: moves and swaps that lower the highest ranks; repacking all ranks at once.
 
-Every step lowers the higher of the ranks that it touches (see Note [Heights]), so the sorted list
-of heights falls lexicographically and the search ends.
+Every step lowers the highest of the ranks that it changes (see Note [Heights]). So the sorted list
+of heights decreases lexicographically, and the search ends.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Search:
                     return False
         return True
 
-    # -- divide the shards of the worst rank and some others anew -----------------------------
+    # -- repack whole tables of the worst rank and some others --------------------------------
 
     def _divide(self, worst: int) -> bool:
         """Try every division of whole tables among the worst rank and two or three others."""
@@ -288,7 +288,7 @@ class Search:
             highest = max(highest, float(packing.heights[worst]))
         return highest
 
-    # -- a random change, to leave a local optimum -------------------------------------------
+    # -- random changes, to leave a local optimum --------------------------------------------
 
     def kick(self, num: int) -> None:
         """Give `num` random tables of the highest and lowest ranks a random option each."""
@@ -315,26 +315,26 @@ class Search:
             packing.put(table, choice, ranks)
 
 
-# -- filling anew --------------------------------------------------------------------------------
+# -- repacking all ranks -------------------------------------------------------------------------
 # Note [Filling]
-# With few tables per rank it matters which pieces share a rank, and moves and swaps seldom find
-# out. Here the options of tables stay, and so does what several ranks have in common (blocks,
-# replicated tables); pieces that may be on any rank are placed anew. The largest piece that is left
-# goes first, with a few smaller ones that fill its rank best. Ranks with the same room are
-# alike, so a partial filling is the set of pieces that are left, and how many ranks of each room.
-# Of these, those that waste least are kept, many at a time; no filling may waste more than all
-# ranks have in spare.
+# With few tables per rank it matters which pieces (shards that may be on any rank) share a rank,
+# and moves and swaps seldom find good sets. Here tables keep their options, blocks and replicated
+# tables stay where they are, and all pieces are packed again: the largest that is left goes first,
+# with a few smaller ones that fill its rank best. Ranks with the same room are interchangeable, so
+# a partial filling is the set of pieces that are left and the number of ranks left per room. This
+# is a beam search: it keeps many partial fillings, those that waste least. No filling can waste
+# more than the ranks have to spare in total.
 
 
 Bits = npt.NDArray[np.uint64]
 
 #: Pieces are bits of an integer.
 _MOST_PIECES = 64
-#: Rooms are rounded down to this part of the whole, so that the ranks of a host are alike.
+#: Rooms are rounded down to multiples of this, so that ranks of a host have equal rooms.
 _GRAIN = 1e-4
 #: Sets of pieces that may share a rank with the largest of them.
 _SETS = 50_000
-#: Completions of a piece that are known, and those that are tried for one partial filling.
+#: Completions of a piece that are listed, and those that are tried for one partial filling.
 _KNOWN, _TRIED = 4_000, 60
 #: Sums of loads may differ by so much.
 _ROUNDING = 1e-9
@@ -368,9 +368,9 @@ class Filler:
         self._known: tuple[tuple[tuple[int, int], ...], _Pieces] | None = None
 
     def refilled(self, plan: Assignment, cost_s: float, width: int) -> Assignment | None:
-        """The same options on other ranks, within `cost_s`; None if none is found.
+        """A plan with the same options within `cost_s`; None if none is found.
 
-        `width` is the number of partial fillings that are kept.
+        `width` is the number of partial fillings that the search keeps.
         """
         problem = self.problem
         unit = np.concatenate([[cost_s - problem.base_s], np.maximum(problem.capacity, 1.0)])
@@ -427,7 +427,7 @@ def _apart_of(plan: Assignment, pieces: _Pieces) -> list[int]:
 
 
 def _put_pieces(plan: Assignment, pieces: _Pieces, found: _Found, kind_of: Ints) -> None:
-    """Give the pieces ranks of the kinds that were found."""
+    """Put the pieces on ranks of the kinds that were found."""
     unused = [np.flatnonzero(kind_of.ravel() == k).tolist() for k in range(kind_of.max() + 1)]
     for kind, bits in found:
         rank = unused[kind].pop()
@@ -438,7 +438,7 @@ def _put_pieces(plan: Assignment, pieces: _Pieces, found: _Found, kind_of: Ints)
 
 @lru_cache(maxsize=8)
 def _sets(num: int) -> tuple[Ints, Bits]:
-    """All sets of few of `num` pieces, none included, filled up with `num`; and as bits."""
+    """All small sets of `num` pieces and the empty set, padded with `num`; and as bits."""
     sets, last = [np.zeros((1, 0), np.int64)], np.array([-1])
     while sum(map(len, sets)) + int((num - 1 - last).sum()) <= _SETS and len(last):
         parent, piece = np.nonzero(last[:, None] < np.arange(num))
@@ -490,7 +490,7 @@ class _Filling:
                 return _walked_back(steps, int(done[0]))
             counts = ranks[parent]
             counts[np.arange(len(parent)), kind] -= 1
-            # What is left and which ranks are left says all, waste included.
+            # The pieces and ranks that are left determine the rest, the waste included.
             best = np.argsort(wasted, kind="stable")[: 4 * width]
             key = rest[best] * _ODD + counts[best].astype(np.uint64) @ mixed
             _, unique = np.unique(key, return_index=True)
@@ -499,7 +499,7 @@ class _Filling:
             left, ranks, waste = rest[kept], counts[kept], wasted[kept]
 
     def _completed(self, left: Bits, ranks: Ints, waste: Array) -> tuple[Ints, Ints, Bits, Array]:
-        """Each with one more rank: number of the filling, kind and pieces of the rank, waste."""
+        """Fillings with one more rank: which one it extends, kind and pieces of the rank, waste."""
         parents, kinds, all_bits, wastes = [], [], [], []
         lowest = left & (~left + _ONE)
         first = np.log2(lowest.astype(float)).round().astype(np.int64)

@@ -27,11 +27,11 @@ class Packing:
         self.ranks: list[Ints] = [_NO_RANKS] * num_tables
         self.width = 1 + len(problem.capacity)
         self.loads = np.zeros((self.num_ranks, self.width))
-        # Bytes over the capacity cost this many seconds per byte.
+        # Seconds per byte over the capacity.
         self.penalty = 50 * max(scale_s, 1e-12) / np.maximum(problem.capacity, 1.0)
         self._limit = problem.capacity * (1 + 1e-12)
         self._unit = np.concatenate([[max(scale_s, 1e-12)], np.maximum(problem.capacity, 1.0)])
-        #: Whether shards are placed by seconds and bytes alike, both relative to the capacity.
+        #: Whether shards are placed by the larger of seconds and bytes, each relative to its limit.
         self.balance = False
         self.heights = np.zeros(self.num_ranks)
         #: Tables with a shard on each rank.
@@ -54,7 +54,7 @@ class Packing:
         return loads[..., 0] + np.maximum(over, 0) @ self.penalty
 
     def score(self, loads: Array) -> Array:
-        """What is minimised when a shard is placed."""
+        """A shard goes to the rank where this ends lowest."""
         if self.balance:
             return np.asarray((loads / self._unit).max(-1))
         return self.height(loads)
@@ -62,7 +62,7 @@ class Packing:
     # -- changing one table ------------------------------------------------------------------
 
     def take(self, table: int) -> None:
-        """Remove a table's load."""
+        """Take a table off its ranks."""
         option = self.problem.options[table][self.chosen[table]]
         ranks = self.ranks[table]
         if option.everywhere is not None:
@@ -206,10 +206,6 @@ class Packing:
     def highest(self) -> float:
         return float(self.heights.max())
 
-    @property
-    def fits(self) -> bool:
-        return bool((self.loads[:, 1:] <= self.problem.capacity * (1 + 1e-9)).all())
-
 
 def packed(
     problem: Problem,
@@ -219,7 +215,7 @@ def packed(
     memory_first: bool = False,
     balance: bool = False,
 ) -> Packing | None:
-    """Replicated tables first, then blocks of hosts, then shards from the largest on."""
+    """Place replicated tables first, then blocks of hosts, then shards, largest first."""
     packing = Packing(problem, scale_s)
     packing.balance = balance
     rank_of = np.zeros(len(chosen), np.int64)

@@ -43,8 +43,8 @@ class PlanResult:
     solution: Solution
     #: Seconds of `table_wise` for every table, where that fits.
     table_wise_s: float | None
-    #: No plan is cheaper than this with the dtype of exchanges that was allowed but not chosen, or
-    #: with parts of rows that get as many ids each.
+    #: A lower bound for the dtype of exchanges that was allowed but not chosen, and for shards of
+    #: rows that get equally many ids.
     other_bound_s: float = float("inf")
     #: The dtype of exchanges that was allowed.
     allowed_dtype: torch.dtype | None = None
@@ -55,7 +55,7 @@ class PlanResult:
 
     @property
     def bound_s(self) -> float:
-        """No plan of these kinds is cheaper."""
+        """The lower bound: no plan of these kinds is cheaper."""
         return min(self.solution.bound_s, self.other_bound_s, self.cost_s)
 
     @property
@@ -89,15 +89,15 @@ def plan(
     solver: bool = True,
     tell: Callable[[Progress], None] | None = None,
 ) -> PlanResult:
-    """Choose how each table is sharded, so that the slowest rank takes least.
+    """Choose how to shard each table, so that the slowest rank takes least.
 
-    `mesh` is a mesh of one axis, or a number of ranks. `memory` is of one rank, in bytes; `batch`
-    counts the bags of a feature in a step, over all ranks. Figures that are not given are measured
-    from `sample`, or assumed; see `Workload.assumed`. `exchange_dtype` allows rows and gradients to
-    be rounded to that dtype where it is faster. The search ends when the plan is proven to be
-    within `gap` of the best, when nothing helps, or after `seconds` of CPU time.
+    `mesh` is a mesh of one axis, or a number of ranks. `memory` is that of one rank, in bytes;
+    `batch` counts the bags of a feature in a step, over all ranks. Figures that are not given are
+    measured from `sample`, or assumed; see `Workload.assumed`. `exchange_dtype` lets the planner
+    send rows and gradients in that dtype where it is faster. The search ends when the plan is
+    proven to be within `gap` of the best, when no step helps, or after `seconds` of CPU time.
 
-    On a mesh of real processes the first rank plans, and all get its plan.
+    On a mesh of real processes the first rank plans, and sends the plan to all.
 
     >>> tables = [Table("user", 1_000_000, 64), Table("item", 200_000, 64), Table("day", 7, 16)]
     >>> found = plan(tables, 4, batch=4096, ids_per_bag=2.0, repeated=0.5)
@@ -221,7 +221,7 @@ def _best_of(
     solver: bool,
     tell: Callable[[Progress], None] | None,
 ) -> PlanResult:
-    """The plan with the dtype of exchanges that has the lower bound; the first where equal."""
+    """The plan with the dtype of exchanges whose bound is lower; the first if they are equal."""
     limit = _checked_memory(memory)
     bounds = [_bound_s(work, each, limit) if len(settings) > 1 else 0.0 for each in settings]
     failed: NoPlanFits | None = None
@@ -326,7 +326,7 @@ def plan_of(assignment: Assignment, work: Workload, setting: Setting) -> Plan:
 def _table_wise(
     problem: Problem, work: Workload, setting: Setting, memory: float
 ) -> tuple[float, Assignment] | None:
-    """Every table whole on one rank, as `table_wise` alone would put them; None if over memory."""
+    """Each table on one rank, where `table_wise` puts it; None if that exceeds memory."""
     places = [
         next((i for i, o in enumerate(each) if o.what.kind == "table_wise"), None)
         for each in problem.options

@@ -37,9 +37,8 @@ class Price:
     compute_s: Array
     exchange_s: Array
     asking_s: float
-    #: Seconds that are not a sum over tables: each width on a rank is its own kernel call, each
-    #: group of tables that are split by rows is asked for by itself, and gradients of all
-    #: replicated tables are reduced together.
+    #: Seconds that are not a sum over tables: a kernel call per width on a rank, a request per
+    #: group of tables that are split by rows, and one all-reduce for all replicated tables.
     widths_s: Array
     #: Bytes of tables, of optimizer state, and of the buffers of a step.
     tables: Array
@@ -59,7 +58,7 @@ class Price:
 
     @property
     def expected_s(self) -> float:
-        """Seconds of the slowest rank with `widths_s`, which plans ignore."""
+        """Seconds of the slowest rank with `widths_s`, which the search ignores."""
         return float((self.seconds + self.widths_s).max())
 
     @property
@@ -68,7 +67,7 @@ class Price:
 
     @property
     def sent(self) -> Array:
-        """Bytes that each rank gives to collectives, as `CommDebugMode` counts them."""
+        """Bytes that each rank sends in collectives, as `CommDebugMode` counts them."""
         alike = self.counts_sent + self.ids_sent + self.gradients_sent
         return self.rows_sent + (alike + self.copies_sent + self.squares_sent)
 
@@ -110,7 +109,7 @@ def shard_groups(plan: Plan, tables: Sequence[Table], num_ranks: int) -> Iterato
 
 
 def price(plan: Plan, work: Workload, setting: Setting) -> Price:
-    """What a step of a plan takes, holds and sends, in the dtype that the plan names."""
+    """The seconds, memory and bytes of a step of a plan, sent in the dtype that the plan names."""
     setting = replace(setting, exchange_dtype=plan.exchange_dtype)
     num = setting.num_ranks
     groups = list(shard_groups(plan, work.tables, num))

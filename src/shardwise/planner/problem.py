@@ -45,7 +45,7 @@ class Option:
     scope: str = ANY
     #: Whether each shard needs a rank of its own.
     distinct: bool = True
-    #: What the option stands for; the solver does not read it.
+    #: What the option means to the caller; the solver does not read it.
     what: Any = None
 
     @property
@@ -67,7 +67,7 @@ class Problem:
     base_s: float = 0.0
     #: How many ranks can compute at the same time, if they share cores.
     at_once: float | None = None
-    #: The options in arrays, if they are known already.
+    #: `flat`, if the caller has it already.
     given_flat: FlatOptions | None = None
 
     def __post_init__(self) -> None:
@@ -164,7 +164,7 @@ def cost_of(problem: Problem, loads: Array) -> float:
 
 
 def simplified(option: Option, ranks_per_host: int, num_hosts: int) -> Option:
-    """The same option without constraints that change nothing."""
+    """The same option without redundant constraints."""
     if option.shards is None:
         return option
     if option.scope == HOST and (len(option.shards) == 1 or num_hosts == 1):

@@ -1,14 +1,14 @@
 """Replica exchange: many plans at once are changed at random, each at a temperature of its own.
 
 Note [Replicas]
-A replica is an option for each table, and the first host of each block. Best fit makes a plan of
-it: the pieces (shards that may be on any rank), largest first, go to the fullest rank that has room
-for them, or else to the one that they exceed least. The energy is by how much all ranks together
-exceed the wanted cost and their memory. A change is kept if it lowers the energy, or else by
-chance, more often the hotter the replica is; in the same way, replicas next to each other in
-temperature trade places. Arrays hold all replicas, so that they share numpy's time per call. Best
-fit wastes what a better packing would not, so the coldest replicas are handed out while they still
-exceed the cost.
+A replica is an option for each table, and the first host of each block. Best fit turns it into a
+plan: each piece (a shard that may be on any rank), largest first, goes to the fullest rank that has
+room for it, or else to the one that it overfills least. The energy is the total by which ranks
+exceed the wanted cost and their memory. A change that lowers the energy is kept; others are kept at
+random, more often the hotter the replica is. Replicas with neighbouring temperatures are exchanged
+by the same rule. Arrays hold all replicas, so one numpy call changes them all. A better packing
+than best fit may save what is missing, so the coldest replicas are returned while they still exceed
+the cost.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from shardwise.planner.problem import BLOCK, HOST, Array, Assignment, Ints, Opti
 _REPLICAS = 64
 #: In full ranks; the coldest replica comes last.
 _TEMPERATURES = 0.15 * (0.003 / 0.15) ** np.linspace(0.0, 1.0, _REPLICAS)
-#: A rank without memory for a piece counts as exceeded by this; one where it may not be, by twice.
+#: A rank without memory for a piece counts as overfilled by this; a forbidden one by twice this.
 _FAR = np.float32(100.0)
-#: Of memory, so much more than of time.
+#: The weight of memory in the energy.
 _PENALTY = 5.0
-#: How likely a change is to change one, two and three tables.
+#: The probabilities that one, two and three tables change.
 _CHANCES = (1.0, 0.4, 0.2)
-#: Replicas are handed out every so many rounds, and so many.
+#: After how many rounds replicas are returned, and how many.
 _ROUNDS, _HANDED = 20, 2
 
 Rooms = npt.NDArray[np.float32]
@@ -93,7 +93,7 @@ class Replicas:
         self._kinds = [kind for kind in range(shape[2]) if kind == 0 or most[kind] > 1.0]
 
     def plans(self, wanted_s: Callable[[], float], rounds: int) -> Iterator[Assignment]:
-        """Plans that cost little more than wanted, before their pieces are packed better."""
+        """Plans that cost little more than wanted; a better packing may be cheap enough."""
         problem, rng = self.problem, np.random.default_rng(0)
         size = _REPLICAS, len(self._ways)
         ways = (rng.random(size) * self._num_ways).astype(np.int64)

@@ -1,12 +1,12 @@
 """Plans that cost about the same, but need fewer kernel calls.
 
 Note [Settling]
-A rank looks up and updates once per width of its shards, every group of tables that are split by
-rows over the same ranks is asked for by itself, and replicated tables cost a reduction together.
-None of these is a sum over tables, so the search and its bound leave them out. Here a plan that is
-good without them changes one or two tables at a time, as long as the ranks take less with them and
-the cost without them stays within a limit. It starts once more with no table replicated, since that
-takes many changes of which only the last one helps.
+A rank makes one lookup and one update per width of its shards, one request per group of tables that
+are split by rows over the same ranks, and one all-reduce for all replicated tables. None of these
+is a sum over tables, so the search and its bound leave them out. Here one or two tables at a time
+get another option or other ranks, if that lowers the time with these costs and keeps the cost
+without them within a limit. The search also starts from the plan with no table replicated, since
+only the last of those changes saves the all-reduce.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from shardwise.planner.costs import Setting
 from shardwise.planner.problem import Array, Assignment, Ints, Option
 from shardwise.planner.workload import Workload
 
-#: Changes that are tried in all, kicks from the best plan, and tables that a kick changes.
+#: The most changes that are tried, kicks of the best plan, and tables that a kick changes.
 _TRIES, _KICKS, _KICKED = 30_000, 40, 3
-#: Ranks that one shard may go to, and those that several may be spread over.
+#: How many of the least loaded ranks are tried for one shard, and for several.
 _PLACES, _SPREAD = 8, 5
 #: The norm of the ranks' seconds: the slowest counts most, the others break ties.
 _NORM = 24
@@ -34,7 +34,7 @@ _GAIN = 1e-9
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Way:
-    """One option of a table: its load, and which kernel calls it shares with others."""
+    """One option of a table: its load, and what decides which kernel calls it shares."""
 
     choice: int
     everywhere: Array
@@ -139,7 +139,7 @@ class Settling:
         self._count(table, 1)
 
     def _seconds(self) -> float:
-        """What is minimised; infinite where a rank is over a limit."""
+        """The objective; infinite if a rank is over a limit."""
         self._tries += 1
         if (self.loads > self._most).any():
             return np.inf
@@ -165,7 +165,7 @@ class Settling:
         return now
 
     def _spread_copies(self) -> None:
-        """Give each replicated table the option and ranks that end lowest, if it has others."""
+        """Give each replicated table another option, if it has one: that which ends lowest."""
         for table, way in enumerate(self.chosen):
             others = [other for other in self._ways[table] if not other.stack[0]]
             if way.stack[0] and others:

@@ -1,7 +1,7 @@
 """Solve a problem: a first plan quickly, better ones over time, and a bound on the best.
 
 Note [Same answer everywhere]
-Work is limited in steps, not in seconds, so the answer depends on the problem alone, unless the
+Work is limited in steps, not in seconds. So the answer depends only on the problem, unless the
 limit of seconds ends the search.
 """
 
@@ -24,21 +24,21 @@ from shardwise.planner.packing import Packing, packed
 from shardwise.planner.problem import Array, Assignment, Bound, Bounds, Problem, TooMany
 from shardwise.planner.replicas import Replicas
 
-#: Beyond so many columns the exact model is not tried; with several hosts it proves less.
+#: The most columns of the exact program, which proves less with several hosts.
 _MOST_COLUMNS, _MOST_ON_HOSTS = 30_000, 1_100
-#: Kicks of the local search at most, and per table.
+#: The most kicks of the local search, and per table; the most tables times ranks.
 _KICKS, _TABLE_KICKS = 2_000, 50
 _KICK_TABLES = 20_000
-#: Within one host, and for few tables and ranks, the solver is quick: it is asked after so many
-#: packings. For others kicks come first.
+#: Within one host, and for few tables times ranks, the solver is quick: it is asked after so many
+#: packings. Otherwise all packings come first.
 _FIRST, _QUICK_PAIRS = 4, 500
-#: Plans that are kicked in turn, and how often without success.
+#: How many plans are kicked in turn, and how often without success.
 _POOL, _FAILED = 4, 30
-#: Partial fillings that are kept, and costs that are tried, from near the best to the wanted one.
+#: Partial fillings that are kept; costs that are tried, from near the best to the wanted one.
 _WIDTH, _SHARES = 300, (0.8, 0.5, 0.0)
-#: How close to its bound a program of levels is solved, and by how much the next bound is higher.
+#: The gap of a program of levels; by how much the next bound that is tried is higher.
 _LEVELS_GAP, _STEP = 0.0005, 0.0099
-#: Rounds of replicas at most, per table, and times pieces times ranks; with fewer it is not tried.
+#: The most rounds of replicas: in all, per table, and times pieces times ranks; the fewest.
 _EXCHANGES, _TABLE_EXCHANGES, _EXCHANGED, _LEAST_EXCHANGES = 10_000, 200, 40_000_000, 1_000
 
 
@@ -48,7 +48,7 @@ class NoPlanFits(LayoutError):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the search is."""
+    """The state of the search."""
 
     seconds: float
     cost_s: float
@@ -145,7 +145,7 @@ def solve(
     exact: bool = True,
     tell: Callable[[Progress], None] | None = None,
 ) -> Solution:
-    """The best plan found until the gap is reached, nothing helps, or time is up."""
+    """The best plan found when the gap is reached, no step helps, or time is up."""
     run = _Run(problem, seconds, tell)
     bound = run.bounds.best()
     if bound is None:
@@ -214,7 +214,7 @@ def _first_packings(run: _Run, bound: Bound, gap: float) -> Iterator[Packing]:
             packing = packed(problem, choices, level, memory_first=memory_first, balance=balance)
             if packing is None:
                 continue
-            # An answer comes at once; then it gets better.
+            # A first answer at once, which then improves.
             run.offer(packing.assignment(), "largest first")
             search = Search(packing, allowed)
             search.run((level + base) * (1 + gap) - base, run.late, max_steps=_steps(problem))
@@ -231,7 +231,7 @@ def _steps(problem: Problem) -> int:
 def _kick(
     run: _Run, packings: Sequence[Packing], gap: float, rounds: int, first_seed: int = 0
 ) -> None:
-    """Kick the best plans in turn, and search on from there."""
+    """Kick the best plans in turn, each followed by local search."""
     problem = run.problem
     if not packings or problem.num_ranks * len(problem.names) > _KICK_TABLES:
         return
@@ -269,7 +269,7 @@ def _kick(
 
 
 def _refill(run: _Run, plan: Assignment, gap: float) -> None:
-    """Place the pieces of a plan anew: within costs between the best and the wanted one."""
+    """Repack the pieces of a plan, within costs between the best and the wanted one."""
     wanted = run.bound_s * (1 + gap)
     for share in _SHARES:
         if run.late() or run.close(gap):
@@ -282,7 +282,7 @@ def _refill(run: _Run, plan: Assignment, gap: float) -> None:
 
 
 def _exchange(run: _Run, gap: float) -> None:
-    """Change the options and hosts of many plans at once, and place the pieces of the best anew."""
+    """Change the options and hosts of many plans at once, and repack the best."""
     wanted = run.bound_s * (1 + gap)
     allowed = allowed_lists(run.problem, run.bounds.useful(run.cost))
     replicas = Replicas(run.problem, allowed, wanted)
@@ -300,7 +300,7 @@ def _exchange(run: _Run, gap: float) -> None:
 
 
 def _levels(run: _Run, gap: float, highs: object) -> bool:
-    """Ask for plans within the gap of the bound; where there are none, that is the next bound."""
+    """Ask for plans within the gap of the bound; if there are none, that is the next bound."""
     problem, asked = run.problem, False
     while not run.late() and not run.close(gap):
         wanted = min(run.bound_s * (1 + max(gap, _STEP)), run.cost / (1 + gap))
@@ -335,10 +335,10 @@ def _levels(run: _Run, gap: float, highs: object) -> bool:
 
 
 def _lay_out(run: _Run, gap: float, highs: object) -> bool:
-    """Ask for layouts of plans that cost less; where there are none, that is the next bound."""
+    """Ask for layouts of cheaper plans; if there are none, that is the next bound."""
     asked = False
     while run.problem.num_hosts > 1 and not run.late() and not run.close(gap):
-        # The gap is closed where no plan costs less than the first, or one at most the other.
+        # No plan below the first closes the gap, and so does any plan within the second.
         proof, near = run.cost / (1 + gap), run.bound_s * (1 + max(gap, _STEP))
         for wanted in sorted({min(proof, near), near}):
             try:
@@ -365,7 +365,7 @@ def _packing_of(assignment: Assignment, cost: float) -> Packing:
 
 
 def _exact(run: _Run, gap: float, highs: object, packings: list[Packing], by_host: bool) -> bool:
-    """Ask for a plan that is cheaper by more than the gap; that there is none is the proof."""
+    """Ask for a plan that is cheaper by more than the gap; if there is none, that is the proof."""
     assert run.best is not None, "there is an answer"
     problem = run.problem
     wanted = run.cost / (1 + gap)

@@ -67,8 +67,8 @@ class TableUse:
     #: The fraction of ids below each of equally spaced rows, the last being 1; () if ids are
     #: spread evenly over the rows.
     below: tuple[float, ...] = ()
-    #: The number of parts that a sample's batches were split into, and the share of ids that are
-    #: left without those that repeat in their part; see `different`.
+    #: The number of parts that a sample's batches were split into, and the share of ids that do not
+    #: repeat an earlier one of their part; see `different`.
     sampled: tuple[int, float] | None = None
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class TableUse:
 
 @cache
 def _draws_per_row(uses: float) -> float:
-    """How often a row is drawn, if those that are drawn at all are drawn `uses` times on average.
+    """The mean number of draws per row, if rows with any draw have `uses` on average.
 
     That is the x with x / (1 - exp(-x)) = uses, by Newton's method.
     """
@@ -312,9 +312,9 @@ def with_sample(
     """Figures measured from a sample of batches: ids per bag, repeated ids, bags per step, and
     how ids are spread over the rows.
 
-    A batch is what the collection takes: a `Jagged`, or what becomes one. Each is taken as the step
-    of all ranks, of which each has as many bags; with `batch`, only its ids per bag and its repeats
-    are used.
+    A batch is in the form that the collection takes: a `Jagged`, or what becomes one. Each counts
+    as the batch of all ranks for one step, split evenly; with `batch`, its number of bags is
+    ignored.
     """
     seen = [_Seen(use.table) for use in work.uses]
     num_batches = 0
@@ -388,7 +388,7 @@ class _Seen:
 
 
 def _num_different(ids: Any) -> int:
-    """Sorting tells it ten times faster than `np.unique`, which hashes."""
+    """How many ids differ; sorting is ten times faster than `np.unique`, which hashes."""
     return int(np.count_nonzero(np.diff(np.sort(ids)))) + bool(len(ids))
 
 
