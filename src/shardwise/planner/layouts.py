@@ -344,7 +344,7 @@ class _Choice:
         return int(left[self._excess[left].argmin()]) if len(left) else None
 
     def learn(self, layout: int, prices: Array) -> None:
-        """A layout is done, and its prices are known."""
+        """The program of a layout is solved, and has these prices."""
         self._solved[layout] = True
         self._prices.append(prices)
 
@@ -371,9 +371,10 @@ class _Packing:
     def __init__(self, choice: _Choice, layout: int) -> None:
         search = self.search = choice.search
         self.choice, self._layout, self._sets = choice, choice.layouts[layout], search.sets
-        self._kinds, hosts = np.unique(self._layout, return_counts=True)
+        #: Hosts that hold the same have one room: its number in the choice, its ranks, its size.
+        self._numbers, hosts = np.unique(self._layout, return_counts=True)
         self._ranks = hosts * search.problem.ranks_per_host
-        self._rooms = choice.rooms[self._kinds]
+        self._rooms = choice.rooms[self._numbers]
         usable = np.logical_not(self._sets.pieces[:, choice.unused].any(1))
         self._fits = [usable & (self._sets.loads <= room).all(1) for room in self._rooms]
         self._added: list[Mask] = [np.zeros(len(self._sets.loads), bool) for _ in self._rooms]
@@ -512,8 +513,8 @@ class _Packing:
         for way in choice.ways[values[:num] > 0.5].tolist():
             chosen[search.ways[way].table] = search.ways[way].choice
         free = [
-            np.flatnonzero(np.repeat(self._layout == kind, per_host)).tolist()
-            for kind in self._kinds
+            np.flatnonzero(np.repeat(self._layout == number, per_host)).tolist()
+            for number in self._numbers
         ]
         times = values[2 * num :].round().astype(np.int64)
         for room, number in np.repeat(self._columns, times, 0).tolist():
