@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._functorch.config as functorch
 from _pytest.doctest import DoctestModule
-from launcher import Processes
+from launcher import Processes, forked_python
 
 import shardwise
 
@@ -126,3 +126,10 @@ def processes(_started):
 def two_processes(_started):
     """Two gloo processes: for programs that every rank compiles for itself."""
     return _running(_started, 2)
+
+
+@pytest.fixture(scope="module")
+def python():
+    """A program that does what Python does, in a process forked with torch imported."""
+    with forked_python() as path:
+        yield path

@@ -4,13 +4,18 @@ Joining takes a moment, so one set of processes serves all tests of a file. A se
 hung or died is killed, and the next test gets a new one.
 """
 
+import contextlib
 import datetime
+import marshal
 import multiprocessing
 import os
 import pickle
 import runpy
+import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -103,30 +108,108 @@ class Processes:
             process.join()
 
 
-def run_script(path, timeout_s=240):
-    """What a script prints, in a process of its own that is forked with torch imported."""
+@contextlib.contextmanager
+def forked_python():
+    """The path of a program that does what Python does, in a process forked with torch imported.
+
+    The program itself only waits: it ends as that process ends, which ends when it is killed. So it
+    serves where commands are, to subprocesses and to torchrun (`PYTHON_EXEC`), but where a test is
+    about what is imported or how Python ends.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with tempfile.TemporaryDirectory() as folder:
-        printed = Path(folder, "printed")
-        process = context.Process(target=_run_as_program, args=(str(path), str(printed)))
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
+        path = Path(folder, "python")
+        listening.bind(str(path.with_name("socket")))
+        listening.listen()
+        path.write_text(_PROGRAM.format(python=sys.executable, address=listening.getsockname()))
+        path.chmod(0o700)
+        process = context.Process(target=_fork_programs, args=(listening,))
         process.start()
-        process.join(timeout_s)
-        process.kill()
-        process.join()
-        output = printed.read_text()
-    assert process.exitcode == 0, f"exit code {process.exitcode}\n{output[-3000:]}"
-    return output
+        try:
+            yield str(path)
+        finally:
+            process.kill()
+            process.join()
 
 
-def _run_as_program(path, printed):
-    with open(printed, "w") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    sys.argv = [path]
-    sys.path.insert(0, os.path.dirname(path))
-    runpy.run_path(path, run_name="__main__")
+_PROGRAM = """#!{python} -IS
+import marshal, os, signal, socket, sys
+
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({address!r})
+    asked = marshal.dumps((sys.argv[1:], os.getcwd(), dict(os.environ)))
+    socket.send_fds(server, [len(asked).to_bytes(8, "big")], [0, 1, 2])
+    server.sendall(asked)
+    code = server.recv(1)
+if not code:
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(code[0])
+"""
+
+
+def _fork_programs(listening):
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how one ended
+    while True:
+        program, _ = listening.accept()
+        with program:
+            if not os.fork():
+                listening.close()
+                _stand_in(program)
+
+
+def _stand_in(program):
+    """Run what a program was asked to, with its streams and environment, and tell it the end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    size, streams, _, _ = socket.recv_fds(program, 8, 3)
+    with program.makefile("rb") as file:
+        words, folder, environment = marshal.loads(file.read(int.from_bytes(size, "big")))
+    for stream, given in enumerate(streams):
+        os.dup2(given, stream)
+        os.close(given)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout.reconfigure(line_buffering=True)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
+
+    def watch():
+        program.recv(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    code = 0
+    try:
+        _run_as_python(words)
+    except SystemExit as ended:
+        code = ended.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
+    program.send(bytes([code]))
+    os._exit(code)
+
+
+def _run_as_python(words):
+    if words[0] == "-u":
+        words = words[1:]
+    if words[0] in ("-m", "-c"):
+        how, what, *rest = words
+        sys.argv = [how, *rest]
+        sys.path.insert(0, os.getcwd())
+        if how == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            exec(what, {"__name__": "__main__"})
+    else:
+        sys.argv = words
+        sys.path.insert(0, os.path.dirname(words[0]))
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def _serve(rank, size, port, pipe, timeout_s):

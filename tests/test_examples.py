@@ -5,11 +5,9 @@ import importlib.util
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from launcher import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -42,21 +40,22 @@ def needs(name):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_simulated(name):
+def test_simulated(python, name):
     needs(name)
-    assert run_script(EXAMPLES / name).strip()
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("name", ["dlrm.py", "custom_sharder.py"])
-def test_under_torchrun(name):
-    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    (output,) = finished(run(sys.executable, *words, EXAMPLES / name))
+    (output,) = finished(run(python, EXAMPLES / name))
     assert output.strip()
 
 
 @pytest.mark.processes
-def test_two_hosts():
+@pytest.mark.parametrize("name", ["dlrm.py", "custom_sharder.py"])
+def test_under_torchrun(python, name):
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    (output,) = finished(run(python, *words, EXAMPLES / name, PYTHON_EXEC=python))
+    assert output.strip()
+
+
+@pytest.mark.processes
+def test_two_hosts(python):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -69,7 +68,8 @@ def test_two_hosts():
             HEAD="127.0.0.1",
             PORT=port,
             RANKS="1",
-            PYTHON=sys.executable,
+            PYTHON=python,
+            PYTHON_EXEC=python,
         )
         for node in range(2)
     ]

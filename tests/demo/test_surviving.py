@@ -161,12 +161,13 @@ def on_one_line(output):
     return " ".join(output.split())
 
 
-def test_under_torchrun_with_restarts(tmp_path):
+def test_under_torchrun_with_restarts(tmp_path, python):
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words += ["--max-restarts", "2", "-m", "shardwise.cli.main", "demo", "--steps", "20"]
     words += ["--checkpoint-every", "4", "--resume"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-                   "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}  # fmt: skip
+                   "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+                   "PYTHON_EXEC": python}  # fmt: skip
     output, killed = "", False
     with subprocess.Popen(
         [sys.executable, *words], cwd=tmp_path, env=environment, text=True,
