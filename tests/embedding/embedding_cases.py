@@ -50,20 +50,25 @@ MIXED_ON_TWO = {
 
 def batch(seed, num_bags=3, tables=TABLES, weighted=False, uneven=False):
     """Bags of zero to four ids; with `uneven`, a number of bags of its own for each feature."""
+    rows = tuple((name, table.num_embeddings) for table in tables for name in table.features)
+    ids, weights = _drawn(seed, num_bags, rows, uneven)
+    return Jagged.from_lists(ids, weights if weighted else None)
+
+
+@functools.cache
+def _drawn(seed, num_bags, rows, uneven):
+    """The ids and their weights, number by number: the same few batches serve most tests."""
     draw = torch.Generator().manual_seed(seed)
 
     def below(number):
         return int(torch.randint(number, (1,), generator=draw))
 
     ids, weights = {}, {}
-    for table in tables:
-        for feature in table.features:
-            num = below(4) if uneven else num_bags
-            ids[feature] = [
-                [below(table.num_embeddings) for _ in range(below(5))] for _ in range(num)
-            ]
-            weights[feature] = [[below(100) / 50 - 1 for _ in bag] for bag in ids[feature]]
-    return Jagged.from_lists(ids, weights if weighted else None)
+    for feature, num_rows in rows:
+        num = below(4) if uneven else num_bags
+        ids[feature] = [[below(num_rows) for _ in range(below(5))] for _ in range(num)]
+        weights[feature] = [[below(100) / 50 - 1 for _ in bag] for bag in ids[feature]]
+    return ids, weights
 
 
 def spread(batches):

@@ -48,10 +48,17 @@ def hosts():
         yield programs.hosts()
 
 
+ALONE = {}
+
+
 def trained_alone(optimizer, num_steps, kind=EmbeddingBagCollection, num_ranks=4, **options):
-    alone = cases.make(kind, optimizer=optimizer, **options)
-    steps = [programs.batches(step, num_ranks) for step in range(num_steps)]
-    return cases.train_alone(alone, steps, None if optimizer else programs.TORCH_SGD)
+    """The tables that one device trains, which every plan is compared with."""
+    key = repr((optimizer, num_steps, kind, num_ranks, options))
+    if key not in ALONE:
+        alone = cases.make(kind, optimizer=optimizer, **options)
+        steps = [programs.batches(step, num_ranks) for step in range(num_steps)]
+        ALONE[key] = cases.train_alone(alone, steps, None if optimizer else programs.TORCH_SGD)
+    return ALONE[key]
 
 
 def assert_tables(found, expected):
