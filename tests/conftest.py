@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """What was imported and collected stays to the end: the garbage collector passes over it."""
     if "torch._dynamo" in sys.modules:
-        import unmeasured_guards  # noqa: F401
+        import unlogged_compiler  # noqa: F401
     gc.collect()
     gc.freeze()
     # What tests import later, the compiler above all, makes full passes slow: fewer of them.

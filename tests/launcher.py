@@ -27,12 +27,16 @@ import torch.distributed as dist
 
 from shardwise.launch import PRELOADED
 
-# Many tests compile or train a transformer on each rank: what that needs is imported once, where
-# processes are forked. A module that is not installed is passed over.
+# What many programs of tests need on each rank, and what compiling or training a transformer needs,
+# is imported once, where processes are forked. A module that is not installed is passed over.
 PRELOADED += [
     "torch._functorch.aot_autograd",
     "torch._inductor.compile_fx",
     "transformers.models.llama.modeling_llama",
+    "pytest",
+    "shardwise.demo.run",
+    "shardwise.front",
+    "shardwise.interop.torchrec",
 ]
 
 
@@ -216,7 +220,7 @@ def _serve(rank, size, port, pipe, timeout_s):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     # Here, where the compiler is imported already: whoever starts processes may do without it.
-    import unmeasured_guards  # noqa: F401
+    import unlogged_compiler  # noqa: F401
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(
