@@ -404,7 +404,8 @@ class LiveMemory(TorchDispatchMode):
         by = frozenset.intersection(*known) if known else self._orphans
         self._hold([*taken, *returned], by)
         held = dict.fromkeys(self._ranks, 0.0)
-        for ref, shares in self._live.values():
+        # A copy: a storage that is freed meanwhile leaves the table.
+        for ref, shares in list(self._live.values()):
             storage = ref()
             num_bytes = storage.nbytes() if storage is not None else 0
             for rank, share in shares.items():
