@@ -18,12 +18,12 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from shardwise.errors import ArgumentError
 from shardwise.lookup.backends.backend import Query
-from shardwise.lookup.backends.torch_kernels import ByRow, TorchBackend, in_parts
-from shardwise.lookup.ids import sorted_with_order
+from shardwise.lookup.backends.torch_kernels import ByRow, Part, TorchBackend, in_parts
 from shardwise.lookup.optimizers import RowUpdate, RowWiseAdagrad
 
 #: Rows of a table per id of a batch, up to which counting is the faster way to sort.
@@ -34,7 +34,7 @@ _OPTIONS = ["-O3", "-march=native", "-shared", "-fPIC"]
 _POINTER, _INTEGER, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
     "row_wise_adagrad": [*[_POINTER] * 7, *[_INTEGER] * 2, *[_NUMBER] * 2],
-    "sort_by_row": [_POINTER, _INTEGER, _POINTER, _INTEGER, _POINTER, _POINTER],
+    "sort_by_row": [*[_POINTER] * 4, _INTEGER, ctypes.c_int32, _INTEGER, *[_POINTER] * 4],
 }
 
 
@@ -53,11 +53,10 @@ class CompiledBackend(TorchBackend):
         if not takes(weight, rule) or query.ids.shape[0] >= 2**31:
             super().update(weight, query, grad, rule)
             return
-        grad = grad.contiguous()
+        grad, asked = grad.contiguous(), _as_the_kernel_takes_it(query)
         for part in in_parts(query, weight.shape[0]):
             first, last = part.first_row, part.last_row
-            looked_up = part.by_row(query, functools.partial(_sorted, last - first))
-            _update(weight[first:last], looked_up, grad, rule.on(first, last))
+            _update(weight[first:last], _by_row(part, asked), grad, rule.on(first, last))
         if not weight.is_inference():
             torch.autograd.graph.increment_version(weight)
 
@@ -73,29 +72,45 @@ def takes(weight: torch.Tensor, rule: RowUpdate) -> bool:
     )
 
 
-def _sorted(num_rows: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `sorted_with_order`."""
-    if num_rows > _ROWS_PER_ID * ids.shape[0]:
-        return sorted_with_order(ids)
-    ids = ids.int()
+def _as_the_kernel_takes_it(query: Query) -> Query:
+    lengths, weights = query.lengths, query.weights
+    return Query(
+        query.ids.int().contiguous(),
+        None if lengths is None else lengths.int().contiguous(),
+        None if weights is None else weights.float().contiguous(),
+    )
+
+
+def _by_row(part: Part, query: Query) -> ByRow:
+    """As `part.by_row`."""
+    num_rows = part.last_row - part.first_row
+    both = zip(part.bags, part.ids, strict=True)
+    spans = np.array([(b.start, b.stop, i.start, i.stop) for b, i in both], dtype=np.int64)
+    num_ids = int((spans[:, 3] - spans[:, 2]).sum())
+    if num_rows > _ROWS_PER_ID * num_ids:
+        return part.by_row(query)
     ends = torch.zeros(num_rows, dtype=torch.int32)
-    found, order = torch.empty_like(ids), torch.empty_like(ids)
-    sort = _kernels().sort_by_row
-    pointers = (found.data_ptr(), order.data_ptr())
-    sort(ids.data_ptr(), ids.shape[0], ends.data_ptr(), num_rows, *pointers)
-    return found, order
+    ids, bags = (torch.empty(num_ids, dtype=torch.int32) for _ in range(2))
+    weights = None if query.weights is None else query.weights.new_empty(num_ids)
+    given = _pointers(query.ids, query.lengths, query.weights)
+    found = _pointers(ends, ids, bags, weights)
+    rows = (spans.ctypes.data, len(spans), part.first_row, num_rows)
+    _kernels().sort_by_row(*given, *rows, *found)
+    return ByRow(ids, bags, weights)
 
 
 def _update(weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate) -> None:
-    optimizer = rule.optimizer
+    optimizer, (num_ids,) = rule.optimizer, looked_up.ids.shape
     assert isinstance(optimizer, RowWiseAdagrad), "the only one that the kernel takes"
-    ids, weights, num_ids = looked_up.ids.int(), looked_up.weights, looked_up.ids.shape[0]
-    weights = None if weights is None else weights.float()
     row = weight.new_empty(weight.shape[1])
-    tensors = (weight, rule.state["sum"], ids, looked_up.bags, weights, grad, row)
-    pointers = [None if x is None else x.data_ptr() for x in tensors]
+    lookups = (looked_up.ids, looked_up.bags, looked_up.weights)
+    pointers = _pointers(weight, rule.state["sum"], *lookups, grad, row)
     update = _kernels().row_wise_adagrad
     update(*pointers, num_ids, weight.shape[1], optimizer.lr, optimizer.eps)
+
+
+def _pointers(*tensors: torch.Tensor | None) -> list[int | None]:
+    return [None if x is None else x.data_ptr() for x in tensors]
 
 
 @functools.cache

@@ -6,7 +6,8 @@
 
 /* Partial sums of squares, so that the compiler may use vectors without reordering sums. */
 #define LANES 16
-/* How many ids ahead rows are fetched: memory answers after that many. */
+/* How many ids ahead the row of an id, its state and its bag's gradient are fetched: memory answers
+   after that many, and no access of theirs can be foreseen. */
 #define AHEAD 32
 /* Floats in a line of the cache. */
 #define LINE 16
@@ -30,9 +31,13 @@ update(struct lookups x, const int64_t width, float *restrict sum, const int wei
         for (int64_t i = 0; i < width; i++)
             sum[i] = 0;
         do {
-            const int64_t ahead = x.ids[at + AHEAD < last ? at + AHEAD : last];
-            for (int64_t i = 0; i < width; i += LINE)
-                __builtin_prefetch(weight + ahead * width + i, 1);
+            const int64_t ahead = at + AHEAD < last ? at + AHEAD : last;
+            const int64_t row_ahead = x.ids[ahead], bag_ahead = x.bags[ahead];
+            __builtin_prefetch(x.state + row_ahead, 1);
+            for (int64_t i = 0; i < width; i += LINE) {
+                __builtin_prefetch(weight + row_ahead * width + i, 1);
+                __builtin_prefetch(x.grad + bag_ahead * width + i);
+            }
             const float *restrict more = x.grad + x.bags[at] * width;
             const float times = weighted ? x.weights[at] : 1;
             for (int64_t i = 0; i < width; i++)
@@ -86,21 +91,36 @@ void row_wise_adagrad(float *weight, float *state, const int32_t *ids, const int
     }
 }
 
-/* Sorts the ids of one table by counting them, and says where each was. `ends` is memory for a
-   number per row, all zero. */
-void sort_by_row(const int32_t *restrict ids, int64_t num_ids, int32_t *restrict ends,
-                 int64_t num_rows, int32_t *restrict sorted, int32_t *restrict order)
+/* Some neighbouring bags, and their ids. */
+struct span {
+    int64_t first_bag, last_bag, first_id, last_id;
+};
+
+/* Sorts the ids of one table by counting them, and says which bag each is in; and its weight, if
+   there are any. Without `lengths` each id is a bag. `ends` is memory for a number per row, all
+   zero; ids count from `first_row`. */
+void sort_by_row(const int32_t *restrict ids, const int32_t *restrict lengths,
+                 const float *restrict weights, const struct span *restrict spans,
+                 int64_t num_spans, int32_t first_row, int64_t num_rows, int32_t *restrict ends,
+                 int32_t *restrict sorted, int32_t *restrict bags, float *restrict sorted_weights)
 {
-    for (int64_t i = 0; i < num_ids; i++)
-        ends[ids[i]]++;
+    for (const struct span *s = spans; s < spans + num_spans; s++)
+        for (int64_t i = s->first_id; i < s->last_id; i++)
+            ends[ids[i] - first_row]++;
     for (int64_t row = 0, sum = 0; row < num_rows; row++) {
         const int32_t count = ends[row];
         ends[row] = (int32_t)sum;
         sum += count;
     }
-    for (int64_t i = 0; i < num_ids; i++) {
-        const int32_t at = ends[ids[i]]++;
-        sorted[at] = ids[i];
-        order[at] = (int32_t)i;
+    for (const struct span *s = spans; s < spans + num_spans; s++) {
+        int64_t i = s->first_id;
+        for (int64_t bag = s->first_bag; bag < s->last_bag; bag++)
+            for (const int64_t end = i + (lengths ? lengths[bag] : 1); i < end; i++) {
+                const int32_t row = ids[i] - first_row, at = ends[row]++;
+                sorted[at] = row;
+                bags[at] = (int32_t)bag;
+                if (weights)
+                    sorted_weights[at] = weights[i];
+            }
     }
 }
