@@ -17,6 +17,7 @@ from shardwise.errors import ArgumentError
 from shardwise.lookup.backends import compiled, registry, torch_kernels
 from shardwise.lookup.backends import torch_kernels as module
 from shardwise.lookup.backends.registry import make_backend
+from shardwise.lookup.ids import sorted_pairs
 
 OPTIMIZERS = [SGD(0.1), Adagrad(0.1), Adam(0.1), RowWiseAdagrad(0.1)]
 each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
@@ -216,6 +217,18 @@ def test_counting_sorts_as_torch_does():
         expected = torch.sort(ids, stable=True)
         assert found.ids.tolist() == expected.values.tolist()
         assert found.bags.tolist() == expected.indices.tolist()
+
+
+@pytest.mark.parametrize("most", [2**8, 2**15, 2**31, 2**40])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_sort_with_their_bags(most, dtype):
+    """As one number of 32 bits or of 64, or one after the other where that has too few."""
+    keys = torch.randint(min(most, 2**31), (500,), generator=torch.Generator().manual_seed(0))
+    keys[::3], values = 7, torch.arange(500, dtype=torch.int32) // 5
+    found, theirs = sorted_pairs(keys.to(dtype), values, most, most)
+    expected = torch.sort(keys, stable=True)
+    assert torch.equal(found, expected.values.to(dtype))
+    assert torch.equal(theirs, values[expected.indices])
 
 
 def test_the_compiled_kernel_leaves_what_it_has_not_to_torch():

@@ -176,15 +176,36 @@ def sorted_with_order(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.sort(keys, stable=True)
 
 
-def repeated(
-    lengths: torch.Tensor, total: int, dtype: torch.dtype = torch.int64, first: int = 0
-) -> torch.Tensor:
-    """Each index of `lengths`, counted from `first`, repeated that often.
+def sorted_pairs(
+    keys: torch.Tensor, values: torch.Tensor, num_keys: int, num_values: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys in ascending order, with the value of each; values of equal keys ascend already.
+
+    Keys and values are below these numbers.
+
+    >>> keys, values = sorted_pairs(torch.tensor([7, 3, 7]), torch.tensor([0, 0, 4]), 8, 5)
+    >>> keys.tolist(), values.tolist()
+    ([3, 7, 7], [0, 0, 4])
+    """
+    shift = num_values.bit_length()
+    bits = num_keys.bit_length() + shift
+    if keys.device.type != "cpu" or bits > 63:
+        found, order = sorted_with_order(keys)
+        return found, values.index_select(0, order)
+    # One number for both: numpy sorts those by vectors, in a third of the time of torch's radix.
+    pairs = keys.to(torch.int32 if bits <= 31 else torch.int64, copy=True)
+    pairs.bitwise_left_shift_(shift).bitwise_or_(values)
+    pairs.numpy().sort()
+    return (pairs >> shift).to(keys.dtype), (pairs & ((1 << shift) - 1)).to(values.dtype)
+
+
+def repeated(lengths: torch.Tensor, total: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Each index of `lengths`, repeated that often.
 
     >>> repeated(torch.tensor([2, 0, 1]), 3).tolist()
     [0, 0, 2]
     """
-    count = torch.arange(first, first + lengths.shape[0], dtype=dtype, device=lengths.device)
+    count = torch.arange(lengths.shape[0], dtype=dtype, device=lengths.device)
     if lengths.device.type == "cpu":
         return torch.from_numpy(np.repeat(count.numpy(), lengths.numpy()))
     return torch.repeat_interleave(count, lengths.long(), output_size=total)

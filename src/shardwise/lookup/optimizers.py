@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import ArgumentError
+from shardwise.lookup.ids import segment_sums
 
 State = Mapping[str, torch.Tensor]
 #: Elements of rows that are changed at a time: 1 MB.
@@ -129,15 +130,18 @@ class RowWiseAdagrad(FusedOptimizer):
         return self.across_columns
 
     def row_factors(self, rows: torch.Tensor, squares: torch.Tensor, state: State) -> torch.Tensor:
-        total = state["sum"].index_select(0, rows).add_(squares)
-        state["sum"].index_copy_(0, rows, total)
+        return self._factors(rows, state["sum"].index_select(0, rows).add_(squares), state)
+
+    def _factors(self, rows: torch.Tensor, total: torch.Tensor, state: State) -> torch.Tensor:
+        state["sum"].scatter_(0, rows, total)  # faster than `index_copy_`
         return total.sqrt_().add_(self.eps).reciprocal_().mul_(-self.lr)
 
     def change(
         self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, state: State, step: int
     ) -> None:
-        squares = torch.linalg.vector_norm(grad, dim=1).square_().div_(grad.shape[1])
-        add_distinct_rows(weight, rows, grad, self.row_factors(rows, squares, state))
+        norms, total = torch.linalg.vector_norm(grad, dim=1), state["sum"].index_select(0, rows)
+        total.addcmul_(norms, norms, value=1 / grad.shape[1])
+        add_distinct_rows(weight, rows, grad, self._factors(rows, total, state))
 
 
 @dataclass
@@ -166,21 +170,28 @@ def add_distinct_rows(
 ) -> torch.Tensor:
     """`target[rows] += factor * values`, for distinct rows in order, with a factor for each row or
     one for all."""
-    if not _is_plain(target):
+    if not (_is_plain(target) and values.numel()):
         if isinstance(factor, torch.Tensor):
             values, factor = values * factor.unsqueeze(1), 1
         return target.index_add_(0, rows, values, alpha=factor)
     # On the CPU torch adds row by row, through a general kernel for each. To take rows out and put
     # them back is faster, where they stay in the cache in between.
-    step = max(1, _CHUNK_NUMBERS // max(1, math.prod(values.shape[1:])))
+    step = min(rows.shape[0], max(1, _CHUNK_NUMBERS // math.prod(target.shape[1:])))
+    one_each = torch.arange(step + 1)
+    # Rows are put back as bytes: one copy for each.
+    places, whole = rows.numpy(), _as_bytes(target)
     for start in range(0, rows.shape[0], step):
         some, more = rows[start : start + step], values[start : start + step]
-        held = target.index_select(0, some)
+        if target.dtype == torch.float32 and target.dim() == 2:
+            # As bags of one id: unlike `index_select`, its kernel fetches rows ahead.
+            held = segment_sums(target, some, one_each[: some.shape[0] + 1])
+        else:
+            held = target.index_select(0, some)
         if isinstance(factor, torch.Tensor):
             held.addcmul_(more, factor[start : start + step].unsqueeze(1))
         else:
             held.add_(more, alpha=factor)
-        _put_rows(target, some, held)
+        np.put(whole, places[start : start + step], _as_bytes(held), mode="clip")
     if not target.is_inference():
         torch.autograd.graph.increment_version(target)
     return target
@@ -190,15 +201,12 @@ def _is_plain(target: torch.Tensor) -> bool:
     return target.is_cpu and type(target) is torch.Tensor and target.is_contiguous()
 
 
-def _put_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """`target[rows] = values`, as bytes: one copy for each row."""
-    num_bytes = math.prod(target.shape[1:]) * target.element_size()
-    if not num_bytes:
-        return
-    if target.dtype == torch.bfloat16:  # which numpy does not have
-        target, values = target.view(torch.int16), values.view(torch.int16)
-    whole, new = (x.numpy().reshape(-1).view(f"V{num_bytes}") for x in (target, values))
-    np.put(whole, rows.numpy(), new, mode="clip")
+def _as_bytes(rows: torch.Tensor) -> np.ndarray:
+    """An array with an item for each row."""
+    num_bytes = math.prod(rows.shape[1:]) * rows.element_size()
+    if rows.dtype == torch.bfloat16:  # which numpy does not have
+        rows = rows.view(torch.int16)
+    return rows.numpy().reshape(-1).view(f"V{num_bytes}")
 
 
 def optimizer_settings(optimizer: FusedOptimizer) -> dict[str, Any]:

@@ -25,7 +25,14 @@ import numpy as np
 import torch
 
 from shardwise.lookup.backends.backend import Query
-from shardwise.lookup.ids import edges_of, repeated, segment_sums, sorted_with_order, starts_of_runs
+from shardwise.lookup.ids import (
+    edges_of,
+    repeated,
+    segment_sums,
+    sorted_pairs,
+    sorted_with_order,
+    starts_of_runs,
+)
 from shardwise.lookup.optimizers import SGD, FusedOptimizer, RowUpdate
 from shardwise.lookup.scratch import Lent
 
@@ -197,19 +204,19 @@ class Part(NamedTuple):
         """The gradients of this part's bags."""
         return _joined(grad, self.bags)
 
-    def by_row(
-        self,
-        query: Query,
-        sort: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = sorted_with_order,
-    ) -> ByRow:
+    def by_row(self, query: Query) -> ByRow:
         """Sort by row; rows are counted from the first, bags are those of the query."""
-        mine = self.of(query)
-        bags = torch.cat(
-            [_bag_of_id(query, *each) for each in zip(self.bags, self.ids, strict=True)]
-        )
-        ids, order = sort(mine.ids)
-        weights = None if mine.weights is None else mine.weights.index_select(0, order)
-        return ByRow(ids, bags.index_select(0, order), weights)
+        mine, numbers = self.of(query), [_numbers(query, each) for each in self.bags]
+        of_bags = numbers[0] if len(numbers) == 1 else torch.cat(numbers)
+        # Bags are counted from the part's first, so that a row and a bag are a small number.
+        bags = bag_of_id(mine)
+        if mine.weights is None:
+            num_rows = self.last_row - self.first_row
+            ids, bags = sorted_pairs(mine.ids, bags, num_rows, of_bags.shape[0])
+            return ByRow(ids, of_bags.index_select(0, bags), None)
+        ids, order = sorted_with_order(mine.ids)
+        bags = of_bags.index_select(0, bags.index_select(0, order))
+        return ByRow(ids, bags, mine.weights.index_select(0, order))
 
 
 def in_parts(query: Query, num_rows: int) -> list[Part]:
@@ -253,17 +260,17 @@ def _joined(values: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
     return values[slices[0]] if len(slices) == 1 else torch.cat([values[each] for each in slices])
 
 
-def _bag_of_id(query: Query, bags: slice, ids: slice) -> torch.Tensor:
-    """The bag that each of some ids is in."""
+def _numbers(query: Query, bags: slice) -> torch.Tensor:
     dtype = torch.int32 if query.ids.shape[0] < 2**31 else torch.int64
-    if query.lengths is None:
-        return torch.arange(ids.start, ids.stop, dtype=dtype, device=query.ids.device)
-    return repeated(query.lengths[bags], ids.stop - ids.start, dtype, first=bags.start)
+    return torch.arange(bags.start, bags.stop, dtype=dtype, device=query.ids.device)
 
 
 def bag_of_id(query: Query) -> torch.Tensor:
     """The bag that each id is in."""
-    return _bag_of_id(query, slice(0, query.num_bags), slice(0, query.ids.shape[0]))
+    num = query.ids.shape[0]
+    if query.lengths is None:
+        return _numbers(query, slice(0, num))
+    return repeated(query.lengths, num, torch.int32 if num < 2**31 else torch.int64)
 
 
 def products_of_rows(table: torch.Tensor, query: Query, grad: torch.Tensor) -> torch.Tensor:
