@@ -8,12 +8,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from parity import parameters
+from programs import record
 
 import shardwise
 from shardwise import LocalTensor
 from shardwise.core.world import current_world
-from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, RowWiseAdagrad, Table
-from shardwise.lookup import engine
+from shardwise.embedding import (
+    SGD,
+    Adagrad,
+    EmbeddingBagCollection,
+    Jagged,
+    RowWiseAdagrad,
+    Table,
+)
+from shardwise.lookup import engine, exchange
 
 TABLES = [
     Table("user", 11, 8),
@@ -152,6 +160,15 @@ def trained_in_processes(plan, optimizer, num_steps, kind=EmbeddingBagCollection
     collection = make(kind, optimizer=optimizer).shard(mesh, plan)
     steps = [[batch(10 * step + rank) for rank in range(4)] for step in range(num_steps)]
     return train_sharded(collection, steps)
+
+
+def trained_with_large_messages(plan, kind):
+    """The same, with what was sent; all messages arrive in memory that steps share."""
+    before, exchange.LARGE_BYTES = exchange.LARGE_BYTES, 0
+    try:
+        return record(trained_in_processes, plan, Adagrad(0.1), 5, kind)
+    finally:
+        exchange.LARGE_BYTES = before
 
 
 def beside_ddp(plan):

@@ -35,6 +35,17 @@ def test_both_worlds_train_alike(processes, plan, kind):
     assert_close(found[0], cases.train_alone(cases.make(kind, optimizer=optimizer), steps(5)))
 
 
+@pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
+def test_large_messages_train_alike_and_are_seen(processes, kind):
+    small = processes(record, cases.trained_in_processes, "row_wise", Adagrad(0.1), 5, kind)
+    large = processes(cases.trained_with_large_messages, "row_wise", kind)
+    for (events, tables), (others, expected) in zip(large, small, strict=True):
+        assert [e.kind for e in events] == [e.kind for e in others]
+        assert sum(e.num_bytes for e in events) == sum(e.num_bytes for e in others)
+        for name, (table,) in tables.items():
+            assert torch.equal(table, expected[name][0])
+
+
 @pytest.mark.parametrize("optimizer", [SGD(0.1), Adam(0.05)], ids=["SGD", "Adam"])
 def test_twenty_steps(processes, optimizer):
     found = processes(cases.trained_in_processes, cases.PLANS["mixed"], optimizer, 20)

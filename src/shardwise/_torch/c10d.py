@@ -84,6 +84,12 @@ default_store: Callable[[], Any] = _names.find(
     "torch.distributed.distributed_c10d._get_default_store",
     "an error of a collective does not say what the other ranks did",
 )
+#: `register_work(x, work)` has torch's `wait_tensor(x)` wait for `work`, which writes to `x`.
+register_work: Any = _names.find(
+    "torch._C._distributed_c10d._register_work",
+    "collections allocate the memory of large messages anew in each step",
+    instead=None,
+)
 #: Has torch declare its functional collectives as ops.
 declare_collectives: Callable[[], Any] = _names.later(
     "torch.distributed._functional_collectives",

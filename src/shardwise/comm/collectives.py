@@ -1,7 +1,8 @@
 """The only module that issues collectives: their cost, pending results, errors.
 
 Each is a `torch.ops._c10d_functional` op on a tensor, in both worlds and under torch.compile, so
-that CommDebugMode, compilers and LocalTensors see the same call.
+that CommDebugMode, compilers and LocalTensors see the same call. `start_all_to_all_into` is
+the exception.
 
 Note [Started and finished]
 `start_x` starts a collective and does not wait; read its result after `finished`, or after
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise._torch.c10d import register_work
 from shardwise._torch.dispatch import make_wrapper, no_torch_function
 from shardwise._torch.frames import line_outside
 from shardwise._torch.functions import tree_map_only
@@ -360,6 +362,29 @@ def start_all_to_all_uneven(
         return _alone(x)
     name = group_name(grid, axis)
     return _all_to_all_single(x.contiguous(), num_received, num_sent, name)
+
+
+def start_all_to_all_into(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    num_sent: list[int],
+    num_received: list[int],
+    grid: Grid,
+    axis: int,
+) -> torch.Tensor:
+    """As `start_all_to_all_uneven` of a process, to the memory of `out`, which it returns.
+
+    torch has no functional op for that; watchers see the one that there is.
+    """
+    if register_work is None or grid.shape[axis] == 1:
+        return start_all_to_all_uneven(x, num_sent, num_received, grid, axis)
+    name, group = group_name(grid, axis), grid.mesh.get_group(axis)
+    with watch.reported("all_to_all_single", x, name):
+        work = dist.all_to_all_single(
+            out, x.contiguous(), num_received, num_sent, group, async_op=True
+        )
+    register_work(out, work)
+    return out
 
 
 def broadcast(x: torch.Tensor, source: int, grid: Grid, axis: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from shardwise.lookup.messages import WEIGHTS_TRAIN, Counts, RankBatch, any_rank
 from shardwise.lookup.output import assemble_output, flatten_gradients
 from shardwise.lookup.prefetch import PrefetchQueue
 from shardwise.lookup.routing import Route, RowGroup
-from shardwise.lookup.scratch import Lent
+from shardwise.lookup.scratch import LARGE_BYTES, Lent
 from shardwise.simulation.ranks import part_per_rank
 
 #: `weights[i][k]` is stack k of the i-th rank present.
@@ -34,8 +34,6 @@ Weights = Sequence[Sequence[torch.Tensor]]
 
 #: Elements of rows that are looked up at a time: 1 MB.
 CHUNK_NUMBERS = 1 << 18
-#: The C library returns larger allocations to the system as soon as they are free.
-LARGE_BYTES = 8 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +49,8 @@ class Engine:
     queue: PrefetchQueue = field(default_factory=PrefetchQueue)
     #: The send buffer of both directions.
     scratch: Lent = field(default_factory=Lent)
+    #: Memory for what arrives, in both directions.
+    received: Lent = field(default_factory=Lent)
     #: The dtype in which rows and gradients are sent; None: that of the tables.
     exchange_dtype: torch.dtype | None = None
 
@@ -126,7 +126,7 @@ class Engine:
         sent, received = (wanted, given) if back else (given, wanted)
         with because(why, implicit=False):
             rounded = [buffer.to(dtype or buffer.dtype) for buffer in buffers]
-            started = start_exchange(self.grid, rounded, sent, received)
+            started = start_exchange(self.grid, rounded, sent, received, self.received)
         self.queue.send_ids()
         arrived = finished(self.grid, started)
         return [part.to(buffer.dtype) for part, buffer in zip(arrived, buffers, strict=True)]

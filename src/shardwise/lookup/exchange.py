@@ -19,6 +19,7 @@ from shardwise.comm import collectives
 from shardwise.comm.agreement import Meeting
 from shardwise.core.mesh import Coordinate, Grid
 from shardwise.lookup.ids import distinct, places_of_runs, segment_sums, spread
+from shardwise.lookup.scratch import LARGE_BYTES, Lent
 from shardwise.simulation.ranks import (
     each_rank,
     numbers_per_rank,
@@ -48,13 +49,23 @@ def places_together(grid: Grid) -> list[list[int]]:
 
 
 def start_exchange(
-    grid: Grid, parts: Sequence[torch.Tensor], sent: Sequence[Counts], received: Sequence[Counts]
+    grid: Grid,
+    parts: Sequence[torch.Tensor],
+    sent: Sequence[Counts],
+    received: Sequence[Counts],
+    memory: Lent | None = None,
 ) -> torch.Tensor:
     """Send `sent[i]` entries of dim 0 to coordinate i; get the result with `finished`.
 
-    All three are lists over the ranks present.
+    All three are lists over the ranks present. What a process gets is in `memory`, if it is large.
     """
     flat = one_tensor(grid, parts)
+    if memory is not None and type(flat) is torch.Tensor and flat.is_cpu and flat.dim() == 1:
+        num = sum(received[0])
+        if num * flat.element_size() >= LARGE_BYTES:
+            out = memory.numbers(num, flat.dtype)
+            both = list(sent[0]), list(received[0])
+            return collectives.start_all_to_all_into(out, flat, *both, grid, 0)
     num_sent, num_received = (numbers_per_rank(grid, each) for each in (sent, received))
     return collectives.start_all_to_all_uneven(flat, num_sent, num_received, grid, 0)
 

@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+#: The C library returns larger allocations to the system as soon as they are free.
+LARGE_BYTES = 8 << 20
+
 _HUGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 #: From how many bytes on a table lies in huge pages.
 _HUGE_BYTES = 8 << 20

@@ -56,7 +56,8 @@ from shardwise.simulation.ranks import (
 )
 
 _BACKEND = make_backend("auto")
-_SCRATCH = Lent()
+#: The memory of messages, of all tables.
+_SCRATCH, _RECEIVED = Lent(), Lent()
 _START = torch.zeros((), device="cpu", requires_grad=True)
 
 
@@ -74,6 +75,7 @@ def _engine(tiling: Tiling, pooling: str | None, dtype: torch.dtype, mean: bool)
         grid=tiling.grid,
         backend=_BACKEND,
         scratch=_SCRATCH,
+        received=_RECEIVED,
         scale=1 / len(ranks) if mean else 1.0,
     )
 
