@@ -187,8 +187,8 @@ def sorted_pairs(
     >>> keys.tolist(), values.tolist()
     ([3, 7, 7], [0, 0, 4])
     """
-    shift = num_values.bit_length()
-    bits = num_keys.bit_length() + shift
+    shift = max(0, num_values - 1).bit_length()
+    bits = max(0, num_keys - 1).bit_length() + shift
     if keys.device.type != "cpu" or bits > 63:
         found, order = sorted_with_order(keys)
         return found, values.index_select(0, order)

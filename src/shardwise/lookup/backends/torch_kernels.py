@@ -85,7 +85,8 @@ class TorchBackend:
     def update(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
     ) -> None:
-        for part in in_parts(query, weight.shape[0]):
+        # The calls for a part cost more than a sort that does not fit the cache.
+        for part in in_parts(query, weight.shape[0], 4 * _PART_IDS):
             first, last, looked_up = part.first_row, part.last_row, part.by_row(query)
             _updater(weight[first:last], looked_up, rule.optimizer)(
                 weight[first:last], looked_up, grad, rule.on(first, last)
@@ -111,6 +112,7 @@ def _updater(
 def _add_rows(weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate) -> None:
     for some, sums in _chunks(grad, looked_up.bags, looked_up.weights, looked_up.starts):
         rule.apply(weight, looked_up.rows[some], sums)
+        del sums  # the next ones get their memory, which is in the cache
 
 
 def _add_product(
@@ -219,8 +221,8 @@ class Part(NamedTuple):
         return ByRow(ids, bags, mine.weights.index_select(0, order))
 
 
-def in_parts(query: Query, num_rows: int) -> list[Part]:
-    """All lookups, in the order of rows; some tables at a time if the query has runs."""
+def in_parts(query: Query, num_rows: int, num_ids: int | None = None) -> list[Part]:
+    """All lookups, in the order of rows; tables of so many ids at a time if the query has runs."""
     if query.runs is None or query.lengths is None or query.ids.device.type != "cpu":
         bags, ids = slice(0, query.num_bags), slice(0, query.ids.shape[0])
         return [Part(0, num_rows, [bags], [ids])]
@@ -232,7 +234,7 @@ def in_parts(query: Query, num_rows: int) -> list[Part]:
     places = np.arange(num_bags.shape[0])[:, None] * num_tables + np.arange(num_tables + 1)
     bags, ids = bag_edges[places], id_edges[places]
     before = (ids - ids[:, :1]).sum(0)
-    group = before[:-1] // _PART_IDS
+    group = before[:-1] // (num_ids or _PART_IDS)
     # A table that is there several times stays together.
     is_first = np.diff(first_row, prepend=-1) != 0
     group = group[np.maximum.accumulate(np.where(is_first, np.arange(num_tables), 0))]
