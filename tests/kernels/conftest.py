@@ -32,5 +32,13 @@ if INTERPRETED:
         # Those of pointers have no hash.
         return _made(entry) if isinstance(entry, pointer_type) else _made_once(entry)
 
+    _patch = interpreter._patch_lang_tensor
+
+    def _patch_lang_tensor(tensor, scope):
+        _patch(tensor, scope)
+        # An older Triton leaves it to numpy to make an array of one entry a number.
+        scope.set_attr(tensor, "__index__", lambda x: int(x.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_lang_tensor
     interpreter._patch_builtin = _patch_builtin
     interpreter._get_np_dtype = _get_np_dtype

@@ -399,7 +399,7 @@ def jagged_in_graph(batch: Any) -> Jagged:
     except ArgumentError as error:
         nothing = torch.empty(0, dtype=torch.int64)
         jagged = Jagged((), nothing, lengths=nothing)
-        jagged.problem = str(error)
+        (jagged.problem,) = error.args  # older versions of torch do not trace `str`
         return jagged
 
 
