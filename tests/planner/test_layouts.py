@@ -10,7 +10,10 @@ from shardwise.planner.layouts import laid_out
 from shardwise.planner.problem import BLOCK, HOST, Bounds, Option, Problem, TooMany
 from tests.planner.test_solve import least_cost, make_problem
 
-pytestmark = pytest.mark.skipif(find_highs() is None, reason="highspy is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_highs() is None, reason="highspy is not installed"),
+]
 
 
 def asked(bounds, cost_s):
