@@ -10,7 +10,7 @@ the row to its gradient first; rows that were not looked up do not decay.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,6 +21,8 @@ from shardwise.errors import ArgumentError
 from shardwise.lookup.ids import segment_sums
 
 State = Mapping[str, torch.Tensor]
+#: Gradients of some rows, each with the slice of the rows that it belongs to.
+Chunks = Iterable[tuple[slice, torch.Tensor]]
 #: Elements of rows that are changed at a time: 1 MB.
 _CHUNK_NUMBERS = 1 << 18
 
@@ -61,9 +63,9 @@ class FusedOptimizer:
         raise NotImplementedError
 
     def change(
-        self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, state: State, step: int
+        self, weight: torch.Tensor, rows: torch.Tensor, grads: Chunks, state: State, step: int
     ) -> None:
-        """Change `rows` of `weight` and of the state; `grad` is scratch afterwards."""
+        """Change `rows` of `weight` and of the state; gradients are scratch afterwards."""
         raise NotImplementedError
 
 
@@ -83,8 +85,21 @@ class RowUpdate:
 
     def apply(self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor) -> None:
         """Change `rows` (each once) of the weight; `grad` is scratch afterwards."""
-        self.optimizer.decay(weight, rows, grad)
-        self.optimizer.change(weight, rows, grad, self.state, self.step)
+        self.apply_chunks(weight, rows, [(slice(0, rows.shape[0]), grad)])
+
+    def apply_chunks(self, weight: torch.Tensor, rows: torch.Tensor, grads: Chunks) -> None:
+        """The same with some gradients at a time, in order, which cover the rows."""
+        if self.optimizer.weight_decay:
+            grads = self._decayed(weight, rows, grads)
+        self.optimizer.change(weight, rows, grads, self.state, self.step)
+
+    def _decayed(
+        self, weight: torch.Tensor, rows: torch.Tensor, grads: Chunks
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        for some, grad in grads:
+            self.optimizer.decay(weight, rows[some], grad)
+            yield some, grad
+            del grad  # as in `add_chunks`
 
 
 @dataclass
@@ -92,9 +107,9 @@ class SGD(FusedOptimizer):
     """`w -= lr g`"""
 
     def change(
-        self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, state: State, step: int
+        self, weight: torch.Tensor, rows: torch.Tensor, grads: Chunks, state: State, step: int
     ) -> None:
-        add_distinct_rows(weight, rows, grad, -self.lr)
+        add_chunks(weight, rows, grads, -self.lr)
 
 
 @dataclass
@@ -105,11 +120,14 @@ class Adagrad(FusedOptimizer):
     states: ClassVar[dict[str, bool]] = {"sum": False}
 
     def change(
-        self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, state: State, step: int
+        self, weight: torch.Tensor, rows: torch.Tensor, grads: Chunks, state: State, step: int
     ) -> None:
-        total = state["sum"].index_select(0, rows).addcmul_(grad, grad)
-        state["sum"].index_copy_(0, rows, total)
-        add_distinct_rows(weight, rows, grad.div_(total.sqrt_().add_(self.eps)), -self.lr)
+        for some, grad in grads:
+            chosen = rows[some]
+            total = state["sum"].index_select(0, chosen).addcmul_(grad, grad)
+            state["sum"].index_copy_(0, chosen, total)
+            grad.div_(total.sqrt_().add_(self.eps))
+            add_distinct_rows(weight, chosen, grad, -self.lr)
 
 
 @dataclass
@@ -130,18 +148,24 @@ class RowWiseAdagrad(FusedOptimizer):
         return self.across_columns
 
     def row_factors(self, rows: torch.Tensor, squares: torch.Tensor, state: State) -> torch.Tensor:
-        return self._factors(rows, state["sum"].index_select(0, rows).add_(squares), state)
-
-    def _factors(self, rows: torch.Tensor, total: torch.Tensor, state: State) -> torch.Tensor:
+        total = state["sum"].index_select(0, rows).add_(squares)
         state["sum"].scatter_(0, rows, total)  # faster than `index_copy_`
-        return total.sqrt_().add_(self.eps).reciprocal_().mul_(-self.lr)
+        return self._scales(total).mul_(-self.lr)
+
+    def _scales(self, total: torch.Tensor) -> torch.Tensor:
+        return total.sqrt().add_(self.eps).reciprocal_()
 
     def change(
-        self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, state: State, step: int
+        self, weight: torch.Tensor, rows: torch.Tensor, grads: Chunks, state: State, step: int
     ) -> None:
-        norms, total = torch.linalg.vector_norm(grad, dim=1), state["sum"].index_select(0, rows)
-        total.addcmul_(norms, norms, value=1 / grad.shape[1])
-        add_distinct_rows(weight, rows, grad, self._factors(rows, total, state))
+        total = state["sum"].index_select(0, rows)
+
+        def scales(some: slice, grad: torch.Tensor) -> torch.Tensor:
+            norms = torch.linalg.vector_norm(grad, dim=1)
+            return self._scales(total[some].addcmul_(norms, norms, value=1 / grad.shape[1]))
+
+        add_chunks(weight, rows, grads, -self.lr, scales)
+        state["sum"].scatter_(0, rows, total)  # faster than `index_copy_`
 
 
 @dataclass
@@ -153,16 +177,18 @@ class Adam(FusedOptimizer):
     states: ClassVar[dict[str, bool]] = {"exp_avg": False, "exp_avg_sq": False}
 
     def change(
-        self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, state: State, step: int
+        self, weight: torch.Tensor, rows: torch.Tensor, grads: Chunks, state: State, step: int
     ) -> None:
         beta1, beta2 = self.betas
-        first = state["exp_avg"].index_select(0, rows).lerp_(grad, 1 - beta1)
-        second = state["exp_avg_sq"].index_select(0, rows)
-        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        state["exp_avg"].index_copy_(0, rows, first)
-        state["exp_avg_sq"].index_copy_(0, rows, second)
         size = self.lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
-        add_distinct_rows(weight, rows, first.div_(second.sqrt_().add_(self.eps)), -size)
+        for some, grad in grads:
+            chosen = rows[some]
+            first = state["exp_avg"].index_select(0, chosen).lerp_(grad, 1 - beta1)
+            second = state["exp_avg_sq"].index_select(0, chosen)
+            second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            state["exp_avg"].index_copy_(0, chosen, first)
+            state["exp_avg_sq"].index_copy_(0, chosen, second)
+            add_distinct_rows(weight, chosen, first.div_(second.sqrt_().add_(self.eps)), -size)
 
 
 def add_distinct_rows(
@@ -170,28 +196,51 @@ def add_distinct_rows(
 ) -> torch.Tensor:
     """`target[rows] += factor * values`, for distinct rows in order, with a factor for each row or
     one for all."""
-    if not (_is_plain(target) and values.numel()):
-        if isinstance(factor, torch.Tensor):
-            values, factor = values * factor.unsqueeze(1), 1
-        return target.index_add_(0, rows, values, alpha=factor)
+    size = rows.shape[0]
+    if _is_plain(target):
+        size = _CHUNK_NUMBERS // max(1, math.prod(target.shape[1:]))
+    size = max(1, size)
+    chunks = (slice(at, at + size) for at in range(0, rows.shape[0], size))
+    changes = ((some, values[some]) for some in chunks)
+    if isinstance(factor, torch.Tensor):
+        return add_chunks(target, rows, changes, 1.0, lambda some, _: factor[some])
+    return add_chunks(target, rows, changes, factor)
+
+
+def add_chunks(
+    target: torch.Tensor,
+    rows: torch.Tensor,
+    changes: Chunks,
+    alpha: float,
+    factors: Callable[[slice, torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """`target[rows] += alpha * changes`, for distinct rows in order, some at a time; times a factor
+    for each row, if they are given."""
+    if not (_is_plain(target) and target[:1].numel()):
+        for some, values in changes:
+            if factors is not None:
+                values = values * factors(some, values).unsqueeze(1)
+            target.index_add_(0, rows[some], values, alpha=alpha)
+        return target
     # On the CPU torch adds row by row, through a general kernel for each. To take rows out and put
     # them back is faster, where they stay in the cache in between.
-    step = min(rows.shape[0], max(1, _CHUNK_NUMBERS // math.prod(target.shape[1:])))
-    one_each = torch.arange(step + 1)
-    # Rows are put back as bytes: one copy for each.
-    places, whole = rows.numpy(), _as_bytes(target)
-    for start in range(0, rows.shape[0], step):
-        some, more = rows[start : start + step], values[start : start + step]
+    places, whole, counts = rows.numpy(), _as_bytes(target), torch.arange(1)
+    for some, values in changes:
+        chosen = rows[some]
         if target.dtype == torch.float32 and target.dim() == 2:
             # As bags of one id: unlike `index_select`, its kernel fetches rows ahead.
-            held = segment_sums(target, some, one_each[: some.shape[0] + 1])
+            num = chosen.shape[0]
+            counts = counts if num < counts.shape[0] else torch.arange(num + 1)
+            held = segment_sums(target, chosen, counts[: num + 1])
         else:
-            held = target.index_select(0, some)
-        if isinstance(factor, torch.Tensor):
-            held.addcmul_(more, factor[start : start + step].unsqueeze(1))
+            held = target.index_select(0, chosen)
+        if factors is None:
+            held.add_(values, alpha=alpha)
         else:
-            held.add_(more, alpha=factor)
-        np.put(whole, places[start : start + step], _as_bytes(held), mode="clip")
+            held.addcmul_(values, factors(some, values).unsqueeze(1), value=alpha)
+        # Rows are put back as bytes: one copy for each.
+        whole.put(places[some], _as_bytes(held), mode="clip")
+        del values, held  # the next ones get their memory, which is in the cache
     if not target.is_inference():
         torch.autograd.graph.increment_version(target)
     return target

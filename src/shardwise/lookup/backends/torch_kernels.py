@@ -86,7 +86,7 @@ class TorchBackend:
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
     ) -> None:
         # The calls for a part cost more than a sort that does not fit the cache.
-        for part in in_parts(query, weight.shape[0], 4 * _PART_IDS):
+        for part in in_parts(query, weight.shape[0]):
             first, last, looked_up = part.first_row, part.last_row, part.by_row(query)
             _updater(weight[first:last], looked_up, rule.optimizer)(
                 weight[first:last], looked_up, grad, rule.on(first, last)
@@ -110,9 +110,8 @@ def _updater(
 
 
 def _add_rows(weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate) -> None:
-    for some, sums in _chunks(grad, looked_up.bags, looked_up.weights, looked_up.starts):
-        rule.apply(weight, looked_up.rows[some], sums)
-        del sums  # the next ones get their memory, which is in the cache
+    chunks = _chunks(grad, looked_up.bags, looked_up.weights, looked_up.starts)
+    rule.apply_chunks(weight, looked_up.rows, chunks)
 
 
 def _add_product(
