@@ -232,3 +232,21 @@ def test_the_gradient_where_values_decide_a_size(pair):
     fast = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=True)
     x = lay(torch.randn(5, 3), pair, [S0]).requires_grad_()
     assert_as_eager(fn, fast, (x, lay(torch.tensor([2, 0, 3]), pair, [R])))
+
+
+def test_a_size_that_equals_that_of_the_gradient(pair):
+    """The compiler has a symbol for each, finds them equal, and keeps one, by a hash of names.
+
+    It keeps the gradient's where the argument is called W.
+    """
+
+    def fn(ids, W):
+        return F.embedding_bag(ids, W, mode="sum")
+
+    fast = torch.compile(fn)  # inductor reads sizes by their symbols
+    ids = lay(torch.randint(100, (6, 4)), pair, [R])
+    for rows in (100, 200):
+        table = lay(torch.randn(rows, 5), pair, [S0]).requires_grad_()
+        fast(ids, table).sum().backward()
+        with torch.no_grad():
+            torch.testing.assert_close(value(fast(ids, table)), value(fn(ids, table)))

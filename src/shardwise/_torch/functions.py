@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,6 +153,18 @@ _reference: Callable[[], Any] = _names.later(
 def compute(expression: Any, symbols: dict[Any, Any]) -> Any:
     """A sympy expression of a size, evaluated with `symbols`."""
     return _sympy_interp()(_reference(), symbols, expression)
+
+
+def share_symbols(sizes: Iterable[Any]) -> None:
+    """Give sizes that the compiler found equal one symbol.
+
+    Inductor names a size that is an input by its own symbol, and reads it by the one that replaced
+    it: that of the tensor's `.grad`, say.
+    """
+    for size in sizes:
+        node = getattr(size, "node", None)
+        if node is not None and node.expr.is_Symbol:
+            node._expr = node.expr
 
 
 def _symbols_work() -> bool:

@@ -31,6 +31,7 @@ from shardwise._torch.dispatch import (
     return_and_correct_aliasing,
     without_torch_function,
 )
+from shardwise._torch.functions import share_symbols
 from shardwise.core.encode import decode_mesh, decode_placements, source_digest
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.mesh import Coordinate, Grid
@@ -161,6 +162,8 @@ plain_parts: dict[Layout, tuple[list[str], FlatContext]] = {}
 def flattened(x: Any) -> tuple[list[str], FlatContext]:
     """The names of a DTensor's attributes that hold plain tensors, and the rest as a context."""
     local, layout = x._local, x._layout
+    if layout.symbolic:
+        share_symbols(torch.Tensor.size(x))
     roster = roster_of(local)
     if roster is None:
         return plain_parts.get(layout) or _plain(layout)
