@@ -160,16 +160,16 @@ def _detached(x: torch.Tensor) -> torch.Tensor:
 
 def _collective_call(fn: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
     """A local function for all ranks present; the call is the cause of its collectives."""
-    layouts = (*plan.inputs, *plan.outputs)
+    run = fn((*plan.inputs, *plan.outputs))
 
     def call(*operands: Any, **kwargs: Any) -> Any:
         if not watch.on:
-            return fn(layouts, *operands, **kwargs)
+            return run(*operands, **kwargs)
         if watch.strict and plan.sent:
             forbid_sent(plan.op, plan.inputs, plan.sent)
         # A local function without `sent` only checks (are all ids in range?), and moves no data.
         with because(plan.op, implicit=bool(plan.sent)):
-            return fn(layouts, *operands, **kwargs)
+            return run(*operands, **kwargs)
 
     return call
 

@@ -46,10 +46,10 @@ class LocalCall:
     """The function that runs on each rank instead of the op itself.
 
     With `per_rank`, `fn` is called as `fn(coordinate, layouts, *args, **kwargs)` with the layouts
-    of all inputs and then of all outputs. With `collective` it is called once for all ranks,
-    as `fn(layouts, *args, **kwargs)`, and may run collectives; its choices say which, in `sent`.
-    Otherwise it is called with the op's own arguments. `copies` says that it returns a copy where
-    the op would return a view.
+    of all inputs and then of all outputs. With `collective`, `fn(layouts)` is called when the call
+    is planned, and returns the function that runs for all ranks at once; that one may run
+    collectives, and its choices say which, in `sent`. Otherwise it is called with the op's own
+    arguments. `copies` says that it returns a copy where the op would return a view.
     """
 
     fn: Callable[..., Any]

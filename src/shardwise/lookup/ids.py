@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,27 +25,32 @@ def sharded_axes(layout: Layout) -> tuple[int, ...]:
     return tuple(a for a, p in enumerate(layout.placements) if p.is_shard())
 
 
-def check_ids(ids: torch.Tensor, layout: Layout, num_rows: Any) -> None:
-    """An id out of range raises as on one device, on every rank, before anything is looked up.
+def checked_ids(layout: Layout, num_rows: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that returns its ids, which are in this layout, after checking them.
 
-    Costs one small all-reduce for each axis that shards the ids. On CUDA, and in a traced graph, it
-    is an assertion on the device, as in torch's own lookup.
+    An id out of range raises as on one device, on every rank, before anything is looked up. Costs
+    one small all-reduce for each axis that shards the ids. On CUDA, and in a traced graph, it is an
+    assertion on the device, as in torch's own lookup.
     """
     axes = sharded_axes(layout)
-    if type(ids) is torch.Tensor and ids.is_cpu and not axes:  # the same ids on every rank
-        if ids.numel():
-            low, high = torch.aminmax(ids)
-            _raise_outside(int(low), int(high), num_rows)
-    elif has_values(ids) and not ids.is_cuda and not ids.is_meta:
-        raise_out_of_range(id_range(ids, layout, axes), num_rows)
-    else:
 
-        def check(_: Coordinate, ids: torch.Tensor) -> torch.Tensor:
-            inside = ((ids >= 0) & (ids < num_rows)).all()
-            assert_async(inside, f"index out of range in a table of {num_rows} rows")
-            return ids
+    def on_device(_: Coordinate, ids: torch.Tensor) -> torch.Tensor:
+        inside = ((ids >= 0) & (ids < num_rows)).all()
+        assert_async(inside, f"index out of range in a table of {num_rows} rows")
+        return ids
 
-        each_rank(layout.grid, check, ids, axes=())
+    def check(ids: torch.Tensor) -> torch.Tensor:
+        if type(ids) is torch.Tensor and ids.is_cpu and not axes:  # the same ids on every rank
+            if ids.numel():
+                low, high = torch.aminmax(ids)
+                _raise_outside(int(low), int(high), num_rows)
+        elif has_values(ids) and not ids.is_cuda and not ids.is_meta:
+            raise_out_of_range(id_range(ids, layout, axes), num_rows)
+        else:
+            each_rank(layout.grid, on_device, ids, axes=())
+        return ids
+
+    return check
 
 
 def id_range(ids: torch.Tensor, layout: Layout, axes: Sequence[int]) -> torch.Tensor:

@@ -9,7 +9,7 @@ ranks in one pass over the numbers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,10 +76,10 @@ class Fill:
 
     op: Any
 
-    def __call__(
-        self, layouts: Sequence[Layout], x: torch.Tensor, *args: Any, **options: Any
-    ) -> torch.Tensor:
-        layout = layouts[-1]
+    def __call__(self, layouts: Sequence[Layout]) -> Callable[..., torch.Tensor]:
+        return functools.partial(self._run, layouts[-1])
+
+    def _run(self, layout: Layout, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         device = torch.device(options.get("device") or x.device)
         generator = options.get("generator")
         writer, before = _WRITERS.get(self.op, (None, ()))
@@ -120,23 +120,26 @@ class Bernoulli:
 
     op: Any
 
-    def __call__(
+    def __call__(self, layouts: Sequence[Layout]) -> Callable[..., torch.Tensor]:
+        return functools.partial(self._run, layouts[-1])
+
+    def _run(
         self,
-        layouts: Sequence[Layout],
+        layout: Layout,
         x: torch.Tensor,
         p: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
         if not has_values(x):
-            chances = assembled(layouts[-1], x if p is None else p)
-            model = model_of(layouts[-1], x.device)
+            chances = assembled(layout, x if p is None else p)
+            model = model_of(layout, x.device)
             drawn = aten.bernoulli.Tensor(model, chances, generator=generator)
-            parts = sliced(drawn, layouts[-1])
+            parts = sliced(drawn, layout)
             return x.copy_(parts) if self.op._schema.is_mutable else parts
-        held = x if self.op._schema.is_mutable else new_parts(layouts[-1], x.device)
+        held = x if self.op._schema.is_mutable else new_parts(layout, x.device)
         op = aten.bernoulli_.Tensor
         draw = Draw(lambda tensor, given: op(tensor, given, generator=generator), op, generator)
-        draw_parts(layouts[-1], held, draw, x if p is None else p)
+        draw_parts(layout, held, draw, x if p is None else p)
         return held
 
 
@@ -144,13 +147,17 @@ def bernoulli_choices(call: Call) -> Iterator[Choice]:
     yield from _placed_alike(call, LocalCall(Bernoulli(call.op), collective=True))
 
 
-def normal_with(
+def normal_with(layouts: Sequence[Layout]) -> Callable[..., torch.Tensor]:
+    """Normal values with a mean and a deviation per element."""
+    return functools.partial(_normal_with, layouts)
+
+
+def _normal_with(
     layouts: Sequence[Layout],
     mean: Any,
     std: Any = 1.0,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Normal values with a mean and a deviation per element."""
     layout = layouts[-1]
     tensor = mean if isinstance(mean, torch.Tensor) else std
     dtype = layout.dtype
@@ -188,11 +195,14 @@ def normal_choices(call: Call) -> Iterator[Choice]:
 # -- dropout ---------------------------------------------------------------------------------
 
 
-def dropout(
-    layouts: Sequence[Layout], x: torch.Tensor, p: float, train: bool | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def dropout(layouts: Sequence[Layout]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """The result and the mask, which each device type draws in its own way."""
-    layout, dtype = layouts[-1], layouts[0].dtype
+    return functools.partial(_dropout, layouts[-1], layouts[0].dtype)
+
+
+def _dropout(
+    layout: Layout, dtype: torch.dtype, x: torch.Tensor, p: float, train: bool | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     if train is False:
         # Not the op: for an empty shard it returns a mask of another dtype.
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
@@ -233,8 +243,9 @@ class OnceForAll:
 
     op: Any
 
-    def __call__(self, layouts: Sequence[Layout], *args: Any, **options: Any) -> Any:
-        return localize(layouts[0].grid, self.op(*map(one_part, args), **options))
+    def __call__(self, layouts: Sequence[Layout]) -> Callable[..., torch.Tensor]:
+        grid = layouts[0].grid
+        return lambda *args, **options: localize(grid, self.op(*map(one_part, args), **options))
 
 
 def rrelu_slopes(

@@ -527,7 +527,7 @@ def prepare(steps: Sequence[Step]) -> Run:
     Autocast must not cast the concatenation around a collective (`_named`). The ops that slice and
     restride are not among those that it casts.
     """
-    if steps and steps[0].source.grid.outside:
+    if not steps or steps[0].source.grid.outside:
         return _unchanged  # all that a rank outside the mesh does
     return _chain([*_runs(steps), *_restriding(steps)])
 

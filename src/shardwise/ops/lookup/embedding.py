@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,15 @@ from shardwise.core.untraced import SkipsNone, UntracedFunction, differentiated_
 from shardwise.core.world import world_caches
 from shardwise.dispatch.propagate import forbid_sent
 from shardwise.dispatch.rule import Call, Choice, CollectiveCost, LocalCall, Rule, Table, table
-from shardwise.dtensor.autograd import direct_apply, gradient_layout, placed_like, redistribute
+from shardwise.dtensor.autograd import (
+    bare_apply,
+    direct_apply,
+    gradient_layout,
+    gradient_layout_of,
+    placed_like,
+    redistribute,
+)
+from shardwise.dtensor.snapshots import current
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import ArgumentError, BatchError, MixedTensorsError, UnsupportedError
 from shardwise.lookup.exchange import Routing, route
@@ -101,34 +109,39 @@ def routed_lookup(weight: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _exchanged(
-    layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor
-) -> tuple[torch.Tensor, Routing | None]:
+    layouts: Sequence[Layout],
+) -> Callable[..., tuple[torch.Tensor, Routing | None]]:
     table, ids_layout = layouts[:2]
     axis = _exchange_axis(table, ids_layout)
     if axis is None:
-        return rules.lookup(layouts, weight, ids), None
+        look_up = rules.lookup(layouts)
+        return lambda weight, ids: (look_up(weight, ids), None)
     grid, num_rows, shard = table.grid, table.shape[0], table.placements[axis]
     assert isinstance(shard, Shard), "ids are exchanged along an axis that shards rows"
     num_owned = lengths(num_rows, grid.shape[axis], shard.sizes)
+    edges = list(itertools.accumulate(num_owned, initial=0))
     others = tuple(a for a in sharded_axes(ids_layout) if a != axis)
-    routing = route(
-        grid,
-        axis,
-        each_rank(grid, lambda _, ids: ids.reshape(-1), ids, axes=()),
-        list(itertools.accumulate(num_owned, initial=0)),
-        # Of this rank along the axis. On CUDA too: the counts must be read anyway.
-        id_range(ids, ids_layout, others),
-        lambda ranges: raise_out_of_range(ranges, num_rows),
-    )
 
     def rows(coordinate: Coordinate, weight: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
         return weight.index_select(0, asked - table.box(coordinate)[0][0])
 
-    answers = routing.answer(each_rank(grid, rows, weight, routing.asked, axes=(axis,)))
-    shaped = each_rank(
-        grid, lambda _, rows, ids: rows.view(*ids.shape, rows.shape[-1]), answers, ids, axes=()
-    )
-    return shaped, routing
+    def run(weight: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, Routing]:
+        routing = route(
+            grid,
+            axis,
+            each_rank(grid, lambda _, ids: ids.reshape(-1), ids, axes=()),
+            edges,
+            # Of this rank along the axis. On CUDA too: the counts must be read anyway.
+            id_range(ids, ids_layout, others),
+            lambda ranges: raise_out_of_range(ranges, num_rows),
+        )
+        answers = routing.answer(each_rank(grid, rows, weight, routing.asked, axes=(axis,)))
+        shaped = each_rank(
+            grid, lambda _, rows, ids: rows.view(*ids.shape, rows.shape[-1]), answers, ids, axes=()
+        )
+        return shaped, routing
+
+    return run
 
 
 def _routed_choices(call: Call) -> Iterator[Choice]:
@@ -178,8 +191,8 @@ def _returned(
     batch, num_rows = (arrived, routing.asked), layout.shape[0]
     if sparse:
         bags = (*batch, None, None, padding_idx)
-        return rules.sparse_rows_grad((layout,), *bags, num_rows, MODE_SUM, False)
-    return DTensor._wrap(rules.table_grad((layout,), *batch, num_rows, padding_idx, False), layout)
+        return rules.sparse_rows_grad((layout,))(*bags, num_rows, MODE_SUM, False)
+    return DTensor._wrap(rules.table_grad((layout,))(*batch, num_rows, padding_idx, False), layout)
 
 
 class EmbeddingLookup(UntracedFunction):
@@ -189,7 +202,8 @@ class EmbeddingLookup(UntracedFunction):
         rows, routing = _look_up(weight, ids)
         ctx.save_for_backward(ids)
         route = None if routing is None else (rows._layout, routing)
-        ctx.plan = (gradient_layout(weight._layout), options, route)
+        layout = weight._layout
+        ctx.plan = (gradient_layout_of[layout.symbolic](layout), options, route)
         return rows
 
     @staticmethod
@@ -213,8 +227,9 @@ class EmbeddingLookup(UntracedFunction):
 
 def _look_up(weight: Any, ids: Any) -> tuple[Any, Any]:
     """The rows, and the routing if ids were exchanged: never in a graph, whose sizes are known."""
-    layout = ids._layout
-    if has_values(ids._local) and _exchanges(weight._layout, layout, len(layout.shape)):
+    table, layout = weight._layout, ids._layout
+    known = not (table.symbolic or layout.symbolic)
+    if known and _exchanges(table, layout, len(layout.shape)) and has_values(ids._local):
         return run(routed_lookup, weight, ids)
     return run(_table_lookup, weight, ids), None
 
@@ -244,7 +259,7 @@ class LookupGrad(SkipsNone):
         return rows, None, None, None, None
 
 
-_apply_lookup = direct_apply(EmbeddingLookup)
+_apply_lookup = bare_apply(EmbeddingLookup)
 
 
 def embedding(
@@ -257,6 +272,9 @@ def embedding(
     if type(weight) is not DTensor or type(ids) is not DTensor:
         weight, ids = all_distributed(_table_lookup, (weight, ids))
     if weight.requires_grad and torch.is_grad_enabled():
+        if weight._layout.snapshot or ids._layout.snapshot:
+            current(weight)
+            current(ids)
         return _apply_lookup(weight, ids, (int(padding_idx), scale_grad_by_freq, sparse))
     return _look_up(weight, ids)[0]
 

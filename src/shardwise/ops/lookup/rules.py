@@ -11,6 +11,7 @@ the ids, ids are gathered, and results scattered to where the ids lie; see also 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -34,12 +35,12 @@ from shardwise.dispatch.rule import (
     pattern_choices,
     table,
 )
-from shardwise.lookup.ids import check_ids, check_offsets, has_values, sharded_axes
+from shardwise.lookup.ids import check_offsets, checked_ids, has_values, sharded_axes
 from shardwise.ops.lookup import rank_bags
 from shardwise.ops.lookup.rank_bags import Bags, Optional, pooled, pooled_grad, sample_grad
-from shardwise.redistribute.execute import execute
+from shardwise.redistribute.execute import Run, execute, prepare
 from shardwise.redistribute.steps import find_steps
-from shardwise.simulation.ranks import each_rank
+from shardwise.simulation.ranks import each_rank, rank_call
 
 aten = torch.ops.aten
 # Without the Python method around it, which takes a microsecond.
@@ -128,76 +129,79 @@ def _num_bytes(meta: Any) -> float:
 
 
 def _with_placement(layout: Layout, axes: Sequence[int], placement: Placement) -> Layout:
+    if not axes:
+        return layout
     placements = list(layout.placements)
     for axis in axes:
         placements[axis] = placement
     return layout.with_placements(tuple(placements))
 
 
-def _gathered(
-    layouts: Sequence[Layout], ids: torch.Tensor, offsets: Optional = None, weights: Optional = None
-) -> tuple[list[int], tuple[torch.Tensor, Optional, Optional]]:
-    """The axes that shard both rows and ids, and the checked batch of all ranks along them."""
-    table, ids_layout = layouts[:2]
-    met = [axis for axis in table.axes_of(0) if ids_layout.placements[axis].is_shard()]
-    if met:
-
-        def everywhere(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-            return execute(x, find_steps(layout, _with_placement(layout, met, REPLICATE)))
-
-        ids = everywhere(ids, ids_layout)
-        ids_layout = _with_placement(ids_layout, met, REPLICATE)
-        weights = None if weights is None else everywhere(weights, layouts[-2])
-    check_ids(ids, ids_layout, table.shape[0])
-    if offsets is not None:
-        check_offsets(offsets, ids.shape[0])
-    return met, (ids, offsets, weights)
+def _met_axes(layouts: Sequence[Layout]) -> list[int]:
+    """The axes that shard both the rows and the ids."""
+    table, ids = layouts[:2]
+    return [axis for axis in table.axes_of(0) if ids.placements[axis].is_shard()]
 
 
-def _back(x: torch.Tensor, met: Sequence[int], held: Placement, out: Layout) -> torch.Tensor:
-    """A result that has the placement `held` over these axes, in the layout `out`."""
-    return execute(x, find_steps(_with_placement(out, met, held), out)) if met else x
+def _all_ids(layouts: Sequence[Layout], met: Sequence[int]) -> Run:
+    """A function that gathers the ids along these axes, and checks them."""
+    table, ids = layouts[:2]
+    everywhere = _with_placement(ids, met, REPLICATE)
+    check = checked_ids(everywhere, table.shape[0])
+    if not met:
+        return check
+    gather = prepare(find_steps(ids, everywhere))
+    return lambda x: check(gather(x))
 
 
-def _own(table: Layout, axes: Sequence[int], coordinate: Coordinate) -> tuple[Any, Any]:
-    """The first row of a rank, None unless these axes shard rows; and how many it has."""
+def _back(met: Sequence[int], held: Placement, out: Layout) -> Run:
+    """A function that brings a result with the placement `held` on these axes to this layout."""
+    return prepare(find_steps(_with_placement(out, met, held), out))
+
+
+def _own(table: Layout, coordinate: Coordinate) -> tuple[Any, Any]:
+    """The first row of a rank, None unless rows are sharded; and how many it has."""
     offset, shape = table.box(coordinate)
-    return offset[0] if axes else None, shape[0]
+    return offset[0] if table.axes_of(0) else None, shape[0]
 
 
-def _by_owners(
-    table: Layout, fn: Callable[..., Any], tensors: Sequence[Optional], *options: Any
-) -> Any:
-    """`fn(*tensors, *options, first_row)` on each rank."""
-    axes = table.axes_of(0)
+def _by_owners(table: Layout, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs `fn(*args, first_row)` on each rank."""
 
-    def here(coordinate: Coordinate, *tensors: Any) -> Any:
-        return fn(*tensors, *options, _own(table, axes, coordinate)[0])
+    def of_rank(coordinate: Coordinate) -> Callable[..., Any]:
+        first_row, _ = _own(table, coordinate)
+        return lambda *args: fn(*args, first_row)
 
-    return each_rank(table.grid, here, *tensors, axes=axes)
+    return rank_call(table.grid, of_rank, table.axes_of(0))
 
 
-def lookup(
-    layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor, *options: Any
-) -> torch.Tensor:
+def lookup(layouts: Sequence[Layout]) -> Callable[..., torch.Tensor]:
     """The rows that each rank owns, and zeros for those of others."""
-    met, batch = _gathered(layouts, ids)
-    return _back(_by_owners(layouts[0], _own_rows, (weight, batch[0])), met, SUM, layouts[-1])
+    table, met = layouts[0], _met_axes(layouts)
+    all_ids, back = _all_ids(layouts, met), _back(met, SUM, layouts[-1])
+    own_rows = rank_call(table.grid, functools.partial(_own_rows, table), table.axes_of(0))
+    return lambda weight, ids, *_: back(own_rows(weight, all_ids(ids)))
 
 
-def _own_rows(weight: torch.Tensor, ids: torch.Tensor, first_row: int | None) -> torch.Tensor:
+def _own_rows(table: Layout, coordinate: Coordinate) -> Callable[..., torch.Tensor]:
+    first_row, _ = _own(table, coordinate)
     if first_row is None:
-        return torch.embedding(weight, ids)
-    if weight.shape[0] == 0:
-        return weight.new_zeros((*ids.shape, weight.shape[1]))
-    if type(ids) is torch.Tensor and ids.is_cpu and ids.numel() >= _MANY_IDS:
-        rows, places = Bags(ids, None, None, -1).found(weight.shape[0], first_row)
-        assert places is not None, "rows of this table are sharded"
-        found = weight.new_zeros((ids.numel(), weight.shape[1]))
-        found.index_copy_(0, places, weight.index_select(0, rows))
-        return found.view(*ids.shape, weight.shape[1])
-    row, foreign = _own_row(ids, first_row, weight.shape[0])
-    return torch.embedding(weight, row).masked_fill_(foreign.unsqueeze(-1), 0)
+        return torch.embedding
+
+    def look_up(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        num_rows = weight.shape[0]
+        if num_rows == 0:
+            return weight.new_zeros((*ids.shape, weight.shape[1]))
+        if type(ids) is torch.Tensor and ids.is_cpu and ids.numel() >= _MANY_IDS:
+            rows, places = Bags(ids, None, None, -1).found(num_rows, first_row)
+            assert places is not None, "rows of this table are sharded"
+            found = weight.new_zeros((ids.numel(), weight.shape[1]))
+            found.index_copy_(0, places, weight.index_select(0, rows))
+            return found.view(*ids.shape, weight.shape[1])
+        row, foreign = _own_row(ids, first_row, num_rows)
+        return torch.embedding(weight, row).masked_fill_(foreign.unsqueeze(-1), 0)
+
+    return look_up
 
 
 def _own_row(ids: torch.Tensor, first_row: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,17 +241,23 @@ def _inside(call: Call, mode: int) -> str:
     return "[l]" if call.args[mode] == rank_bags.MODE_MEAN else "l"
 
 
-def _pooled(
-    layouts: Sequence[Layout],
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    offsets: Optional,
-    weights: Optional,
-    *options: int,
-) -> torch.Tensor:
-    met, batch = _gathered(layouts, ids, offsets, weights)
-    sums = _by_owners(layouts[0], pooled, (weight, *batch), *options)
-    return _back(sums, met, SUM, layouts[-1])
+def _pooled(layouts: Sequence[Layout]) -> Callable[..., torch.Tensor]:
+    table, met = layouts[0], _met_axes(layouts)
+    all_ids, back = _all_ids(layouts, met), _back(met, SUM, layouts[-1])
+    sums = _by_owners(table, pooled)
+
+    def run(
+        weight: torch.Tensor, ids: torch.Tensor, offsets: Optional, weights: Optional, *options: int
+    ) -> torch.Tensor:
+        ids = all_ids(ids)
+        if offsets is not None:
+            check_offsets(offsets, ids.shape[0])
+        if weights is not None and met:
+            as_ids = layouts[-2]
+            weights = execute(weights, find_steps(as_ids, _with_placement(as_ids, met, REPLICATE)))
+        return back(sums(weight, ids, offsets, weights, *options))
+
+    return run
 
 
 def _pooled_choices(call: Call) -> Iterator[Choice]:
@@ -278,31 +288,34 @@ def _winners(
     return best.masked_fill(empty, 0), padded[place]
 
 
-def _largest(
-    layouts: Sequence[Layout],
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    offsets: Optional,
-    padding_idx: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _largest(layouts: Sequence[Layout]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     table, (out, won) = layouts[0], layouts[-2:]
-    grid, row_axes = table.grid, table.axes_of(0)
-    met, batch = _gathered(layouts, ids, offsets)
-    own, place = _by_owners(table, rank_bags.largest, (weight, *batch), padding_idx)
-    best, all_ids = own, batch[0]
+    grid, row_axes, met = table.grid, table.axes_of(0), _met_axes(layouts)
+    all_ids, own_largest = _all_ids(layouts, met), _by_owners(table, rank_bags.largest)
+    values_back, ids_back = _back(met, REPLICATE, out), _back(met, REPLICATE, won)
 
     def standing(_: Coordinate, best: Any, own: Any, place: Any, ids: Any) -> torch.Tensor:
         """The position of this rank's entry where no other rank has a larger one."""
         return torch.where(best == own, place, ids.numel())
 
-    if row_axes:
-        for axis in row_axes:
-            best = collectives.all_reduce(best, "max", grid, axis)
-        place = each_rank(grid, standing, best, own, place, all_ids, axes=())
-        for axis in row_axes:
-            place = collectives.all_reduce(place, "min", grid, axis)
-    values, ids_won = each_rank(grid, lambda _, *t: _winners(*t), all_ids, best, place, axes=())
-    return _back(values, met, REPLICATE, out), _back(ids_won, met, REPLICATE, won)
+    def run(
+        weight: torch.Tensor, ids: torch.Tensor, offsets: Optional, padding_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = all_ids(ids)
+        if offsets is not None:
+            check_offsets(offsets, ids.shape[0])
+        own, place = own_largest(weight, ids, offsets, None, padding_idx)
+        best = own
+        if row_axes:
+            for axis in row_axes:
+                best = collectives.all_reduce(best, "max", grid, axis)
+            place = each_rank(grid, standing, best, own, place, ids, axes=())
+            for axis in row_axes:
+                place = collectives.all_reduce(place, "min", grid, axis)
+        values, ids_won = each_rank(grid, lambda _, *t: _winners(*t), ids, best, place, axes=())
+        return values_back(values), ids_back(ids_won)
+
+    return run
 
 
 def _largest_choices(call: Call) -> Iterator[Choice]:
@@ -346,35 +359,31 @@ def _as_bags(grad: Any, ids: Any, offsets: Optional) -> tuple[Any, Any]:
     return grad, ids
 
 
-def _each_grad(
-    layouts: Sequence[Layout],
-    compute: Callable[..., Any],
-    grad: torch.Tensor,
-    ids: torch.Tensor,
-    offsets: Optional,
-    weights: Optional,
-    padding_idx: int,
-    num_rows: int,
-    *options: Any,
-) -> Any:
-    """The gradient of the rows that each rank has."""
+def _each_grad(layouts: Sequence[Layout], compute: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that computes the gradient of the rows that each rank has."""
     table = layouts[-1]
-    axes = table.axes_of(0)
 
-    def here(coordinate: Coordinate, grad: Any, ids: Any, offsets: Any, weights: Any) -> Any:
-        first_row, num_rows = _own(table, axes, coordinate)
-        grad, ids = _as_bags(grad, ids, offsets)
-        return compute(grad, ids, offsets, weights, padding_idx, num_rows, *options, first_row)
+    def of_rank(coordinate: Coordinate) -> Callable[..., Any]:
+        first_row, own_rows = _own(table, coordinate)
 
-    return each_rank(table.grid, here, grad, ids, offsets, weights, axes=axes)
+        def run(
+            grad: Any, ids: Any, offsets: Any, weights: Any, padding: int, _: int, *options: Any
+        ) -> Any:
+            grad, ids = _as_bags(grad, ids, offsets)
+            return compute(grad, ids, offsets, weights, padding, own_rows, *options, first_row)
+
+        return run
+
+    return rank_call(table.grid, of_rank, table.axes_of(0))
 
 
-def rows_grad(layouts: Sequence[Layout], *batch: Any) -> torch.Tensor:
-    return _each_grad(layouts, pooled_grad, *batch)
+def rows_grad(layouts: Sequence[Layout]) -> Callable[..., torch.Tensor]:
+    return _each_grad(layouts, pooled_grad)
 
 
-def sparse_rows_grad(layouts: Sequence[Layout], *batch: Any) -> tuple[SparseRows]:
-    return (SparseRows(layouts[-1], *_each_grad(layouts, rank_bags.row_grads, *batch)),)
+def sparse_rows_grad(layouts: Sequence[Layout]) -> Callable[..., tuple[SparseRows]]:
+    each = _each_grad(layouts, rank_bags.row_grads)
+    return lambda *batch: (SparseRows(layouts[-1], *each(*batch)),)
 
 
 EACH = "... d, ... -> v d"
@@ -392,28 +401,32 @@ def _rows_grad_choices(call: Call) -> Iterator[Choice]:
     return _gradient_choices(call, line, local, linear=linear, by_freq=call.args[7])
 
 
-def table_grad(
-    layouts: Sequence[Layout],
-    grad: torch.Tensor,
-    ids: torch.Tensor,
-    num_rows: int,
-    padding_idx: int,
-    by_freq: bool,
-) -> Any:
+def table_grad(layouts: Sequence[Layout]) -> Callable[..., torch.Tensor]:
     """The gradient of a table whose rows were looked up, by torch's kernel or as that of bags."""
     table = layouts[-1]
-    axes = table.axes_of(0)
-    # Torch's CPU kernel takes several times as long as adding rows, except for few ids. The CUDA
-    # kernel adds in a fixed order, and the compiler knows it.
-    few = type(ids) is torch.Tensor and ids.numel() <= _FEW_IDS
-    if has_values(ids) and not few and not ids.is_cuda:
-        bags = (grad, ids, None, None, padding_idx)
-        return rows_grad(layouts, *bags, num_rows, rank_bags.MODE_SUM, by_freq)
+    of_bags = rows_grad(layouts)
+    by_kernel = rank_call(table.grid, functools.partial(_kernel_grad, table), table.axes_of(0))
 
-    def here(coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        first_row, num_rows = _own(table, axes, coordinate)
-        if any(type(size) is int and size == 0 for size in (num_rows, grad.shape[-1])):
-            return grad.new_zeros((num_rows, grad.shape[-1]))  # it fails on CUDA
+    def run(
+        grad: torch.Tensor, ids: torch.Tensor, num_rows: int, padding_idx: int, by_freq: bool
+    ) -> torch.Tensor:
+        # Torch's CPU kernel takes several times as long as adding rows, except for few ids. The
+        # CUDA kernel adds in a fixed order, and the compiler knows it.
+        few = type(ids) is torch.Tensor and ids.numel() <= _FEW_IDS
+        if few or not has_values(ids) or ids.is_cuda:
+            return by_kernel(grad, ids, padding_idx, by_freq)
+        return of_bags(grad, ids, None, None, padding_idx, num_rows, rank_bags.MODE_SUM, by_freq)
+
+    return run
+
+
+def _kernel_grad(table: Layout, coordinate: Coordinate) -> Callable[..., torch.Tensor]:
+    first_row, num_rows = _own(table, coordinate)
+
+    def run(grad: torch.Tensor, ids: torch.Tensor, padding_idx: int, by_freq: bool) -> torch.Tensor:
+        width = grad.shape[-1]
+        if (type(num_rows) is int and not num_rows) or (type(width) is int and not width):
+            return grad.new_zeros((num_rows, width))  # it fails on CUDA
         if first_row is None:
             return _dense_backward(grad, ids, num_rows, padding_idx, by_freq)
         row, skipped = _own_row(ids, first_row, num_rows)
@@ -426,7 +439,7 @@ def table_grad(
         row = row.masked_fill(skipped, num_rows)
         return _dense_backward(grad, row, num_rows + 1, num_rows, by_freq)[:num_rows]
 
-    return each_rank(table.grid, here, grad, ids, axes=axes)
+    return run
 
 
 def _table_grad_choices(call: Call) -> Iterator[Choice]:
@@ -453,8 +466,7 @@ def largest_grad(
 def _largest_grad(
     coordinate: Coordinate, layouts: Sequence[Layout], grad: torch.Tensor, *won: Any
 ) -> torch.Tensor:
-    table = layouts[-1]
-    first_row, num_rows = _own(table, table.axes_of(0), coordinate)
+    first_row, num_rows = _own(layouts[-1], coordinate)
     return largest_grad(grad, won[0], num_rows, first_row)
 
 
@@ -464,8 +476,7 @@ def _largest_grad_choices(call: Call) -> Iterator[Choice]:
 
 
 def _sample_grad(coordinate: Coordinate, layouts: Sequence[Layout], *args: Any) -> torch.Tensor:
-    table = layouts[-2]
-    return sample_grad(*args, _own(table, table.axes_of(0), coordinate)[0])
+    return sample_grad(*args, _own(layouts[-2], coordinate)[0])
 
 
 def _sample_grad_choices(call: Call) -> Iterator[Choice]:
@@ -479,16 +490,19 @@ def _sample_grad_choices(call: Call) -> Iterator[Choice]:
 # -- rows of a maximal norm ------------------------------------------------------------------
 
 
-def renorm(
-    layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor, *norm: float
-) -> torch.Tensor:
-    """Scale down the rows of the ids that each rank owns, in place. `norm` has its type too."""
-    table = layouts[0]
-    check_ids(ids, layouts[1], table.shape[0])
-    bags = (weight, ids, None, None)
-    with torch.no_grad():
-        _by_owners(table, rank_bags.scale_rows, bags, -1, *norm)
-    return weight
+def renorm(layouts: Sequence[Layout]) -> Callable[..., torch.Tensor]:
+    """Scale down the rows of the ids that each rank owns, in place."""
+    table, ids_layout = layouts[:2]
+    check = checked_ids(ids_layout, table.shape[0])
+    scale = _by_owners(table, rank_bags.scale_rows)
+
+    def run(weight: torch.Tensor, ids: torch.Tensor, *norm: float) -> torch.Tensor:
+        """`norm` is the largest one and its type."""
+        with torch.no_grad():
+            scale(weight, check(ids), None, None, -1, *norm)
+        return weight
+
+    return run
 
 
 _NORMS = "v [d], ... -> v [d]"
