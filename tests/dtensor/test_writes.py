@@ -620,6 +620,31 @@ def test_backward_refuses_what_a_write_changed_in_a_tensor_that_was_handed_out(
                 y.backward()
 
 
+TERM_WRITES = {
+    "scaled": lambda x: x.mul_(2),
+    "added": lambda x: x.add_(x),
+    "reduced before": lambda x: x.cumsum_(0),
+    "out": lambda x: torch.mul(x, 2.0, out=x),
+    "foreach": lambda x: torch._foreach_mul_([x], 2.0),
+    "view": lambda x: x[:, :2].mul_(2),
+    "detached": lambda x: x.detach().zero_(),
+}
+
+
+@pytest.mark.parametrize("reduced", [False, True], ids=["", "reduced"])
+@pytest.mark.parametrize("write", TERM_WRITES)
+def test_backward_refuses_what_a_write_changed_in_terms_that_were_handed_out(mesh, write, reduced):
+    x = shardwise.DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
+    factor = torch.ones((), requires_grad=True)
+    y = (x.to_local() * factor).sum()
+    if reduced:
+        x.full_tensor()
+        x * x  # keeps the reduction, to which the op is applied as well
+    TERM_WRITES[write](x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
 def test_nothing_is_written_to_nothing_as_on_one_device(mesh):
     found = lay(torch.zeros(5, 4), mesh, [Shard(1)]).argwhere()
     assert found.mul_(2).shape == (0, 2)

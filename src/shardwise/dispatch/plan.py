@@ -29,7 +29,7 @@ from shardwise.dispatch.infer import outputs_of
 from shardwise.dispatch.local_call import fastest, local_call
 from shardwise.dispatch.propagate import CallPlan, forbid_move, propagate, unsupported
 from shardwise.dispatch.rule import Call, TensorMeta
-from shardwise.dispatch.wrapped import count_on_lent, reduced_once
+from shardwise.dispatch.wrapped import note_write, reduced_once
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.redistribute.execute import prepare
 from shardwise.simulation.ranks import my_coordinate, no_values
@@ -82,8 +82,10 @@ def make_entry(
 
 def _finished(entry: Entry, op: Any, grid: Grid, written: Sequence[int], shape: Any) -> Entry:
     """The entry with what becomes of the local result; `shape` is what the op returns."""
-    if written:
-        entry.finish = _counts_write(grid, written, bool(op._schema.returns))
+    if written == (0,) and op._schema.returns:
+        entry.writes = grid
+    elif written:
+        entry.finish = _counts_writes(grid, written, bool(op._schema.returns))
     elif isinstance(shape, TensorMeta):
         entry.out = entry.plan.outputs[0]
     else:
@@ -232,20 +234,13 @@ def _written_back(call: Callable[..., Any], position: int) -> Callable[..., Any]
     return write
 
 
-def _counts_write(grid: Grid, written: Sequence[int], returns: bool) -> Callable[..., Any]:
-    """A `finish` that counts the write and, if the op `returns`, returns what was written to."""
-
-    first, *others = written
+def _counts_writes(grid: Grid, written: Sequence[int], returns: bool) -> Callable[..., Any]:
+    """A `finish` that counts the writes and, if the op `returns`, returns the first of them."""
 
     def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
-        grid.num_writes += 1
-        tensor = args[first]
-        if grid.lends:
-            count_on_lent(tensor)
-            if others:
-                for position in others:
-                    count_on_lent(args[position])
-        return tensor if returns else None
+        for position in written:
+            note_write(grid, args[position])
+        return args[written[0]] if returns else None
 
     return finish
 
@@ -283,9 +278,9 @@ def wraps_all(outputs: Sequence[Layout], shape: Any = None) -> Callable[..., Any
 
 
 class Entry:
-    """A planned call. `out` is the layout of a single output; otherwise `finish` wraps."""
+    """A planned call. It has one of `out`, `writes` and `finish`, which say what it returns."""
 
-    __slots__ = ("call", "finish", "hits", "move", "out", "plan")
+    __slots__ = ("call", "finish", "hits", "move", "out", "plan", "writes")
 
     def __init__(self, plan: CallPlan) -> None:
         self.plan = plan
@@ -294,7 +289,10 @@ class Entry:
         self.move: Callable[[list[Any], Sequence[Any]], None] | None = None
         #: Runs on local operands.
         self.call: Callable[..., Any] = plan.op
+        #: The layout of a single output.
         self.out: Layout | None = None
+        #: The mesh of a call that writes to its first argument, and returns that.
+        self.writes: Grid | None = None
         #: From the local result and the call's arguments to the result of the call.
         self.finish: Callable[[Any, Sequence[Any], Callable[..., Any]], Any] | None = None
 

@@ -41,8 +41,8 @@ from shardwise.dispatch.wrapped import (
     SOURCE,
     Wrapped,
     as_layouts,
-    count_on_lent,
     is_partial,
+    note_write,
     recall,
     remember,
 )
@@ -70,8 +70,8 @@ def entry_of_call(
         return _through_reduction(op, args, kwargs, written[0])
     # A draw into the terms cannot be repeated for the cached reduction, which is dropped.
     draws = isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
-    if not kwargs and not draws and entry.finish is not None:
-        entry.finish = _reduction_follows(op, written[0])
+    if not kwargs and not draws:
+        entry.writes, entry.finish = None, _reduction_follows(op, written[0])
     return entry
 
 
@@ -80,8 +80,8 @@ def _reduction_follows(op: Any, position: int) -> Callable[..., Any]:
 
     def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
         tensor = args[position]
-        tensor._layout.grid.num_writes += 1
         known = recall(tensor)
+        note_write(tensor._layout.grid, tensor)
         if known is not None:
             reduced = wrap(known[0].clone(), known[1])
             op(*args[:position], reduced, *args[position + 1 :])
@@ -112,7 +112,7 @@ def _through_reduction(
 
     def finish(result: torch.Tensor, tensors: Sequence[Any], wrap: Any) -> Any:
         tensor = tensors[position]
-        tensor._layout.grid.num_writes += 1
+        note_write(tensor._layout.grid, tensor)
         _distinct(tensor._local, terms).copy_(_distinct(back(result), terms))
         remember(tensor, result, whole, writing=True)
         return tensor
@@ -475,9 +475,6 @@ def count_writes(tensors: Sequence[torch.Tensor]) -> None:
     """Count a write to each: torch does so only for the plain tensors that a foreach op reaches."""
     for tensor in tensors:
         if isinstance(tensor, Wrapped):
-            grid = tensor._layout.grid
-            grid.num_writes += 1
-            if grid.lends:
-                count_on_lent(tensor)
+            note_write(tensor._layout.grid, tensor)
     if not torch.is_inference_mode_enabled():
         count_versions(tensors)

@@ -8,9 +8,10 @@ import torch
 
 from shardwise._torch.autograd import count_versions
 from shardwise.core.layout import Layout
+from shardwise.core.mesh import Grid
 from shardwise.core.placements import Partial
 from shardwise.redistribute.execute import Run
-from shardwise.simulation.ranks import LENT, count_write, lent, one_part, parts_of
+from shardwise.simulation.ranks import ALIKE, LENT, count_write, lent, one_part, parts_of
 
 #: The attribute of a snapshot with its source, and its number among the view's results.
 SOURCE = "_source"
@@ -113,8 +114,15 @@ def begin_lending(tensor: Any) -> bool:
     if base is not None and getattr(base, "_local", None) is not local:
         return False
     tensor._layout.grid.lends = True
-    local.__dict__[LENT] = ()
+    local.__dict__[LENT] = [] if local.is_inference() else ALIKE
     return True
+
+
+def note_write(grid: Grid, tensor: Any) -> None:
+    """Count a write to `tensor` on its mesh, and on what was lent of it."""
+    grid.num_writes += 1
+    if grid.lends:
+        count_on_lent(tensor)
 
 
 def count_on_lent(tensor: Any) -> None:
@@ -132,11 +140,8 @@ def count_on_lent(tensor: Any) -> None:
         aliases = local.__dict__.get(LENT)
         if aliases is None:
             return
-    if aliases == ():  # nearly always: all that was lent has the counter of this plain tensor
-        try:
-            count_versions((local,))
-        except RuntimeError:  # an inference tensor has no counter
-            return
+    if aliases is ALIKE:
+        count_versions((local,))
     else:
         count_write(local)
 

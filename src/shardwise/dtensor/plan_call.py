@@ -56,7 +56,7 @@ from shardwise.dispatch.variants import (
     takes_lists,
     watch_overlaps,
 )
-from shardwise.dispatch.wrapped import Wrapped, as_layouts
+from shardwise.dispatch.wrapped import Wrapped, as_layouts, note_write
 from shardwise.dtensor.fallback import (
     decomposition_of,
     kernels_above,
@@ -262,7 +262,10 @@ class Miss:
                 local = unaliased(lambda: local)()
         if entry.out is not None:
             return self.kind._wrap(local, entry.out)
-        assert entry.finish is not None, "an entry has either `out` or `finish`"
+        if entry.writes is not None:
+            note_write(entry.writes, self.args[0])
+            return self.args[0]
+        assert entry.finish is not None, "an entry has one of `out`, `writes` and `finish`"
         return entry.finish(local, self.args, self.kind._wrap)
 
 

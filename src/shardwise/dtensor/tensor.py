@@ -27,6 +27,7 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch.autograd import (
+    count_versions,
     current_transform,
     has_siblings,
     is_legacy_batch,
@@ -43,7 +44,7 @@ from shardwise.core.sizes import recorded, unrecorded
 from shardwise.core.untraced import breaks_graph, untraced
 from shardwise.dispatch.plan import Entry, entries
 from shardwise.dispatch.variants import TensorByKeyword, run_by_keyword
-from shardwise.dispatch.wrapped import SOURCE, Wrapped, lend
+from shardwise.dispatch.wrapped import SOURCE, Wrapped, count_on_lent, lend
 from shardwise.dtensor import autograd, compile, conversion, snapshots
 from shardwise.dtensor.autograd import (
     current_to_local,
@@ -77,7 +78,7 @@ from shardwise.dtensor.operands import (
 )
 from shardwise.dtensor.plan_call import FALSE, TRUE, Miss, add_argument
 from shardwise.errors import ArgumentError, LayoutError, LeafError, MixedTensorsError
-from shardwise.simulation.ranks import held_like, localize, sized_copy, unsized
+from shardwise.simulation.ranks import ALIKE, LENT, held_like, localize, sized_copy, unsized
 
 _ops: Any = torch.ops.shardwise
 _strided = torch.strided
@@ -182,11 +183,12 @@ class DTensor(Wrapped):
         operands: list[Any] = []
         try:
             for arg in args:
-                kind = type(arg)
-                if kind is DTensor:
+                if type(arg) is DTensor:
                     key.append(arg._layout)
                     operands.append(arg._local)
-                elif kind is int or arg is None:
+                    continue
+                kind = type(arg)
+                if kind is int or arg is None:
                     key.append(arg)
                     operands.append(arg)
                 elif kind is float:
@@ -218,7 +220,17 @@ class DTensor(Wrapped):
         local = entry.call(*operands, **kwargs) if kwargs else entry.call(*operands)
         layout = entry.out
         if layout is None:
-            return entry.finish(local, args, DTensor._wrap)  # type: ignore[misc]
+            grid = entry.writes
+            if grid is None:
+                return entry.finish(local, args, DTensor._wrap)  # type: ignore[misc]
+            grid.num_writes += 1
+            if grid.lends:  # as `note_write`
+                target = operands[0]
+                if target.__dict__.get(LENT) is ALIKE:
+                    count_versions((target,))
+                else:
+                    count_on_lent(args[0])
+            return args[0]
         out = make_wrapper(
             DTensor,
             layout.shape,

@@ -401,8 +401,9 @@ def sized(x: torch.Tensor) -> torch.Tensor:
 
 
 #: The attribute of a local tensor that was lent: weak references to aliases that do not share its
-#: version counter.
+#: version counter. Nearly always `ALIKE`: there are none, and the tensor has such a counter.
 LENT = "_lent"
+ALIKE: tuple[()] = ()
 
 
 def lent(x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
