@@ -77,7 +77,10 @@ def _before_step(
         _reduce(parameters)
     # Other hooks would see the twin, or state that is not wrapped yet.
     if elementwise and not others_watch_steps(optimizer):
-        twin = _lendings.setdefault(optimizer, _Lending()).twin(optimizer)
+        lending = _lendings.get(optimizer)
+        if lending is None:
+            lending = _lendings[optimizer] = _Lending()
+        twin = lending.twin(optimizer)
         if twin is not None:
             args = (twin, *args[1:])
     return args, kwargs
@@ -95,8 +98,9 @@ def _with_loss(
 
 
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if args[0] is not optimizer and optimizer in _lendings:
-        _lendings[optimizer].take_back(optimizer, args[0])
+    lending = _lendings.get(optimizer) if args[0] is not optimizer else None
+    if lending is not None:
+        lending.take_back(optimizer, args[0])
 
 
 def _reduce(parameters: Iterable[Any]) -> None:
@@ -144,6 +148,8 @@ class _Lending:
         self.gradients: list[Sequence[torch.Tensor]] = []
         #: Whether a group of the current step has a fused kernel.
         self.fused = False
+        #: Whether there are loans that may share a local tensor.
+        self.unchecked = False
 
     def twin(self, optimizer: Any) -> Any | None:
         """The optimizer with local tensors in place of DTensors; None if there can be no twin."""
@@ -157,9 +163,10 @@ class _Lending:
                 self._forget()
                 return None
             groups.append({**group, "params": params})
-        if len({id(loan.local) for loan in self.current}) < len(self.current):
+        if self.unchecked and len({id(x.local) for x in self.current}) < len(self.current):
             self._forget()  # parameters that share a local tensor: it has one gradient and state
             return None
+        self.unchecked = False
         for loan, terms in zip(self.current, self.gradients, strict=True):
             for part, term in zip(loan.parts, terms, strict=True):
                 part.grad = term
@@ -195,6 +202,7 @@ class _Lending:
                 if loan is None:
                     return None
                 self.loans[id(parameter)] = loan
+                self.unchecked = True
                 self.state.update(zip(loan.parts, loan.states, strict=True))
             if type(gradient) is not DTensor or not _meets(gradient._layout, loan.layout):
                 return None
