@@ -50,6 +50,9 @@ class Layout:
     memory_order: tuple[int, ...] | None
     #: The expanded dims, along which one entry stands for all (`Tensor.expand`).
     expanded: tuple[int, ...]
+    #: The strides that a wrapper is made with: torch takes less time without those of a dense
+    #: row-major tensor.
+    wrapper_stride: Shape | None
     #: The box of this process; filled on first use, never in a simulated world.
     here: Box | None = None
 
@@ -184,8 +187,19 @@ def make_layout(
         )
     memory_order = None if symbolic else _memory_order(stride)
     expanded = tuple([d for d, s in enumerate(stride) if type(s) is int and s == 0])
+    wrapper_stride = None if not symbolic and stride == contiguous_stride(shape) else stride
     layout = Layout(
-        grid, placements, order, shape, stride, dtype, symbolic, snapshot, memory_order, expanded
+        grid,
+        placements,
+        order,
+        shape,
+        stride,
+        dtype,
+        symbolic,
+        snapshot,
+        memory_order,
+        expanded,
+        wrapper_stride,
     )
     if key is not None:
         _interned[key] = layout

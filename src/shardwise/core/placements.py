@@ -82,6 +82,15 @@ class Shard(Placement):
             raise LayoutError(f"Shard sizes must not be negative, found {sizes}.")
         object.__setattr__(self, "sizes", sizes)
 
+    # As of any dataclass, in half the time: caches of conversions are keyed by placements.
+    def __hash__(self) -> int:
+        return self.dim if self.sizes is None else hash((self.dim, self.sizes))
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return self.dim == other.dim and self.sizes == other.sizes
+
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
 

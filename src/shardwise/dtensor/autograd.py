@@ -356,7 +356,9 @@ class FromLocal(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, given: Any, held: bool = False) -> Any:
         ctx.materialize_grads = False  # torch's zeros would be a plain tensor
-        ctx.saved = given if not is_per_rank(local) else (*given[:-1], False)
+        ctx.saved = given
+        if type(local) is not torch.Tensor and is_per_rank(local):
+            ctx.saved = (*given[:-1], False)
         layout, cls = given[0], given[1]
         alias = (local if held else localize(layout.grid, local)).detach()
         return cls._wrap_view(alias, layout) if local.is_leaf else cls._wrap(alias, layout)

@@ -51,15 +51,11 @@ def local_layout(
 ) -> Layout:
     """The layout of the global tensor with `local` as its shards, checked against their shapes."""
     key: Any = None
-    if shape is None and stride is None and placements is not None and not is_per_rank(local):
+    plain = type(local) is torch.Tensor or not is_per_rank(local)
+    if plain and shape is None and stride is None and placements is not None:
         # The common case: one dictionary lookup.
-        key = (
-            grid,
-            (placements,) if isinstance(placements, Placement) else tuple(placements),
-            local.shape,
-            local.stride(),
-            local.dtype,
-        )
+        given = (placements,) if isinstance(placements, Placement) else placements
+        key = (grid, *given, local.shape, local.stride(), local.dtype)
         try:
             found = _known.get(key)
         except TypeError:  # a symbolic size has no hash

@@ -135,7 +135,7 @@ class DTensor(Wrapped):
         out = make_wrapper(
             DTensor,
             layout.shape,
-            layout.stride,
+            layout.wrapper_stride,
             None,
             None,
             layout.dtype,
@@ -234,7 +234,7 @@ class DTensor(Wrapped):
         out = make_wrapper(
             DTensor,
             layout.shape,
-            layout.stride,
+            layout.wrapper_stride,
             None,
             None,
             layout.dtype,

@@ -586,11 +586,11 @@ def from_ranks(
 
 def resolved(x: torch.Tensor) -> torch.Tensor:
     """A plain tensor without lazy bits; see Note [Bits]."""
-    if x._is_zerotensor():
-        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    conjugate, negative = x.is_conj(), x.is_neg()
-    if not (conjugate or negative):
+    conjugate, negative, zero = x.is_conj(), x.is_neg(), x._is_zerotensor()
+    if not (conjugate or negative or zero):
         return x
+    if zero:
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     # Clear the bits first: inside an op on a wrapper, nothing would handle them.
     x = x.conj() if conjugate else x
     x = neg_view(x) if negative else x
