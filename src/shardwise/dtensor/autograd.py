@@ -298,11 +298,14 @@ _apply_redistribute = bare_apply(Redistribute)
 
 
 class ToLocal(UntracedFunction):
-    """With `plain`, equal values of all ranks are one plain tensor in a simulated world too."""
+    """Without `grad_layout`, the local gradient has the default layout.
+
+    With `plain`, equal values of all ranks are one plain tensor in a simulated world too.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, grad_layout: Layout, async_op: bool = False, plain: bool = False
+        ctx: Any, x: Any, grad_layout: Layout | None, async_op: bool = False, plain: bool = False
     ) -> torch.Tensor:
         ctx.saved = type(x), x._layout, grad_layout, async_op, plain
         # Autograd gives the result a grad_fn; the tensor inside the DTensor must not have one.
@@ -322,6 +325,8 @@ class ToLocal(UntracedFunction):
             return grad, None, None, None
         if _is_batch(grad):
             refuse_transformed(grad, "The gradient of to_local()")
+        if grad_layout is None:
+            grad_layout = gradient_layout_of[own_layout.symbolic](own_layout)
         layout = with_dtype(grad_layout, grad.dtype)
         if layout.memory_order or not all(part.is_contiguous() for part in parts_of(grad)):
             # Entries that share memory, as in the gradient of `sum`, cannot be accumulated into.

@@ -50,7 +50,6 @@ from shardwise.dtensor.autograd import (
     current_to_local,
     default_layouts,
     from_local_layouts,
-    gradient_layout_of,
 )
 from shardwise.dtensor.compile import (
     FlatContext,
@@ -226,7 +225,7 @@ class DTensor(Wrapped):
             grid.num_writes += 1
             if grid.lends:  # as `note_write`
                 target = operands[0]
-                if target.__dict__.get(LENT) is ALIKE:
+                if getattr(target, LENT, None) is ALIKE:
                     count_versions((target,))
                 else:
                     count_on_lent(args[0])
@@ -480,11 +479,9 @@ class DTensor(Wrapped):
         if not (self.requires_grad and is_grad_enabled()):
             return lend(self)
         if grad_placements is None:
-            grad_layout = gradient_layout_of[layout.symbolic](layout)
-        else:
-            normal = normalize(grad_placements, layout.shape, layout.grid)
-            grad_layout = autograd.unexpanded(layout).with_placements(normal)
-        return current_to_local(self, grad_layout)
+            return current_to_local(self, None)
+        normal = normalize(grad_placements, layout.shape, layout.grid)
+        return current_to_local(self, autograd.unexpanded(layout).with_placements(normal))
 
     def redistribute(
         self,
