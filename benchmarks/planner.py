@@ -18,13 +18,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.planner_tasks import large_task, tasks
-from shardwise.planner.problem import ANY, BLOCK, HOST, Option, Problem, simplified, undominated
+from shardwise.planner.problem import ANY, BLOCK, HOST, Option, Problem
 from shardwise.planner.solve import solve
 
 GAP = 0.0099
@@ -91,6 +93,47 @@ def peer_problem(found: dict[str, Any]) -> Problem:
         options[each["table"]].append(simplified(made, per_host, num // per_host))
     kept = [[options[n][i] for i in undominated(options[n])] for n in names]
     return Problem(names, kept, num, np.asarray(found["capacity"], float), per_host)
+
+
+def simplified(option: Option, ranks_per_host: int, num_hosts: int) -> Option:
+    """The same option without redundant constraints."""
+    if option.shards is None:
+        return option
+    if option.scope == HOST and (len(option.shards) == 1 or num_hosts == 1):
+        return replace(option, scope=ANY)
+    if option.scope == BLOCK and len(option.shards) == ranks_per_host * num_hosts:
+        everywhere = 0.0 if option.everywhere is None else option.everywhere
+        rows = option.shards + everywhere
+        if (option.shards == option.shards[0]).all() and rows.ndim == 2:
+            rows = rows[0] if (rows == rows[0]).all() else rows
+        return replace(option, everywhere=rows, shards=None)
+    return option
+
+
+def undominated(options: Sequence[Option]) -> list[int]:
+    """The options that no other one with the same number of shards dominates."""
+    kept: list[int] = []
+    for number, option in enumerate(options):
+        others = [i for i in kept if _is_as_good(options[i], option)]
+        if others:
+            continue
+        kept = [i for i in kept if not _is_as_good(option, options[i])]
+        kept.append(number)
+    return kept
+
+
+def _is_as_good(one: Option, other: Option) -> bool:
+    if one.num_shards != other.num_shards or (one.everywhere is None) != (other.everywhere is None):
+        return False
+    if one.shards is not None and other.shards is not None:
+        free = one.scope == other.scope or (one.scope == ANY and other.scope == HOST)
+        if not free or (one.distinct and not other.distinct and one.num_shards > 1):
+            return False
+        if not (one.shards <= other.shards).all():
+            return False
+    if one.everywhere is not None and other.everywhere is not None:
+        return bool((one.everywhere <= other.everywhere).all())
+    return True
 
 
 def compare(folder: Path, options: argparse.Namespace) -> None:

@@ -16,7 +16,8 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from shardwise.embedding.batch import bags_of
 from shardwise.lookup.exchange import FeatureBags
 from shardwise.lookup.messages import RankBatch
 from shardwise.lookup.routing import Route
-from shardwise.planner.calibrate import KernelTiming, draw_batch, fit_kernel
+from shardwise.planner.calibrate import draw_batch, least_squares_from_zero
 from shardwise.planner.costs import Constants, Kernel, Setting
 from shardwise.planner.price import price, shard_groups
 from shardwise.planner.workload import workload
@@ -56,6 +57,19 @@ CASES = (
     (26, 1_000, 32, 256, 2, 1.0),
 )
 RANKS, BATCH = 8, 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTiming:
+    """One measured kernel call."""
+
+    tiles: int
+    ids: float
+    bags: float
+    row_bytes: float
+    #: Different bytes that it touched, of one shard.
+    touched: float
+    seconds: float
 
 
 def timer(device: str) -> Callable[[Callable[[], Any]], float]:
@@ -127,6 +141,25 @@ def measure_kernels(
             flush=True,
         )
     return lookups, updates
+
+
+def fit_kernel(samples: Sequence[KernelTiming], touched: Sequence[float]) -> Kernel:
+    """Non-negative constants with the least relative errors; see Note [Seconds per byte]
+    in `planner/costs.py`."""
+    logs = np.log(np.asarray(touched))
+    rows = []
+    for s in samples:
+        at = np.interp(np.log(max(s.touched, 1.0)), logs, np.arange(len(touched)))
+        hats = np.maximum(0.0, 1 - np.abs(at - np.arange(len(touched))))
+        work = s.ids * s.row_bytes
+        rows.append([1.0, s.tiles, s.ids, s.bags, *(hats * work), s.bags * s.row_bytes])
+    matrix, times = np.asarray(rows), np.asarray([s.seconds for s in samples])
+    found = least_squares_from_zero(matrix / times[:, None], np.ones(len(times)))
+    call, tile, per_id, bag, *rest = found.tolist()
+    *byte_s, bag_byte = rest
+    # More bytes touched are never read faster.
+    byte_s = np.maximum.accumulate(byte_s).tolist()
+    return Kernel(call, tile, per_id, bag, tuple(touched), tuple(byte_s), bag_byte)
 
 
 def measure_packing(device: str) -> tuple[float, float, float]:

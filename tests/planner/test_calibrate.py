@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 
+from benchmarks.planner_gpu import KernelTiming, fit_kernel
 from shardwise.embedding import EmbeddingBagCollection, Jagged, Table
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.planner import price, workload
 from shardwise.planner.calibrate import (
     TOUCHED,
-    KernelTiming,
     draw_batch,
-    fit_kernel,
     fit_steps,
     least_squares_from_zero,
     sampled,
@@ -37,7 +36,7 @@ def test_pieces_are_found_again():
         seconds = truth.call_s + tiles * truth.tile_s
         seconds += float(truth.seconds(ids, bags, row, touched)) - truth.tile_s
         samples.append(KernelTiming(tiles, ids, bags, row, touched, seconds))
-    found = fit_kernel(samples)
+    found = fit_kernel(samples, TOUCHED)
     assert found.byte_s == pytest.approx(truth.byte_s, rel=0.01)
     assert found.call_s == pytest.approx(truth.call_s, rel=0.01)
 

@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
+from benchmarks.planner import simplified, undominated
 from shardwise.planner.exact import ExactProblem, find_highs
 from shardwise.planner.packing import Packing
 from shardwise.planner.problem import (
@@ -16,8 +17,6 @@ from shardwise.planner.problem import (
     Bounds,
     Option,
     Problem,
-    simplified,
-    undominated,
 )
 from shardwise.planner.solve import NoPlanFits, solve
 

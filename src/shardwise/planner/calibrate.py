@@ -34,19 +34,6 @@ from shardwise.planner.workload import Workload, with_sample, workload
 TOUCHED = (1e5, 4e6, 2e8)
 
 
-@dataclass(frozen=True, slots=True)
-class KernelTiming:
-    """One measured kernel call."""
-
-    tiles: int
-    ids: float
-    bags: float
-    row_bytes: float
-    #: Different bytes that it touched, of one shard.
-    touched: float
-    seconds: float
-
-
 #: How many steps of several ranks are measured. Tables and plans are random, since tables of one
 #: width on a rank share a kernel call, and all share the caches.
 NUM_STEPS = 40
@@ -288,24 +275,6 @@ def measure_rounding(num: int = 1 << 18, repeats: int = 20) -> float:
 
 
 # -- fitting ---------------------------------------------------------------------------------
-
-
-def fit_kernel(samples: Sequence[KernelTiming], touched: Sequence[float] = TOUCHED) -> Kernel:
-    """Non-negative constants with the least relative errors; see Note [Seconds per byte]."""
-    logs = np.log(np.asarray(touched))
-    rows = []
-    for s in samples:
-        at = np.interp(np.log(max(s.touched, 1.0)), logs, np.arange(len(touched)))
-        hats = np.maximum(0.0, 1 - np.abs(at - np.arange(len(touched))))
-        work = s.ids * s.row_bytes
-        rows.append([1.0, s.tiles, s.ids, s.bags, *(hats * work), s.bags * s.row_bytes])
-    matrix, times = np.asarray(rows), np.asarray([s.seconds for s in samples])
-    found = least_squares_from_zero(matrix / times[:, None], np.ones(len(times)))
-    call, tile, per_id, bag, *rest = found.tolist()
-    *byte_s, bag_byte = rest
-    # More bytes touched are never read faster.
-    byte_s = np.maximum.accumulate(byte_s).tolist()
-    return Kernel(call, tile, per_id, bag, tuple(touched), tuple(byte_s), bag_byte)
 
 
 def least_squares_from_zero(matrix: Array, wanted: Array, rounds: int = 20_000) -> Array:

@@ -12,7 +12,7 @@ hosts, for options that need the ranks of one host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -161,47 +161,6 @@ def cost_of(problem: Problem, loads: Array) -> float:
         total = float(loads[:, 0].sum()) + problem.base_s * problem.num_ranks
         seconds = max(seconds, total / problem.at_once)
     return float(seconds)
-
-
-def simplified(option: Option, ranks_per_host: int, num_hosts: int) -> Option:
-    """The same option without redundant constraints."""
-    if option.shards is None:
-        return option
-    if option.scope == HOST and (len(option.shards) == 1 or num_hosts == 1):
-        return replace(option, scope=ANY)
-    if option.scope == BLOCK and len(option.shards) == ranks_per_host * num_hosts:
-        everywhere = 0.0 if option.everywhere is None else option.everywhere
-        rows = option.shards + everywhere
-        if (option.shards == option.shards[0]).all() and rows.ndim == 2:
-            rows = rows[0] if (rows == rows[0]).all() else rows
-        return replace(option, everywhere=rows, shards=None)
-    return option
-
-
-def undominated(options: Sequence[Option]) -> list[int]:
-    """The options that no other one with the same number of shards dominates."""
-    kept: list[int] = []
-    for number, option in enumerate(options):
-        others = [i for i in kept if _is_as_good(options[i], option)]
-        if others:
-            continue
-        kept = [i for i in kept if not _is_as_good(option, options[i])]
-        kept.append(number)
-    return kept
-
-
-def _is_as_good(one: Option, other: Option) -> bool:
-    if one.num_shards != other.num_shards or (one.everywhere is None) != (other.everywhere is None):
-        return False
-    if one.shards is not None and other.shards is not None:
-        free = one.scope == other.scope or (one.scope == ANY and other.scope == HOST)
-        if not free or (one.distinct and not other.distinct and one.num_shards > 1):
-            return False
-        if not (one.shards <= other.shards).all():
-            return False
-    if one.everywhere is not None and other.everywhere is not None:
-        return bool((one.everywhere <= other.everywhere).all())
-    return True
 
 
 # -- the bound -----------------------------------------------------------------------------------
