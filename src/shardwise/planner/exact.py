@@ -190,6 +190,7 @@ class ExactProblem:
         self.problem, self.by_host = problem, by_host
         self.base_s = problem.base_s
         self.scale_s = max(cost_s - self.base_s, 1e-30)
+        self._unit: list[float] = problem.unit(self.scale_s).tolist()
         self.model = MixedProgram()
         self.used: list[_Used] = []
         num, per_host = problem.num_ranks, problem.ranks_per_host
@@ -335,8 +336,7 @@ class ExactProblem:
             if value:
                 columns, values = self._terms[kind][rank]
                 columns.append(column)
-                unit = self.scale_s if kind == 0 else max(self.problem.capacity[kind - 1], 1.0)
-                values.append(value / unit)
+                values.append(value / self._unit[kind])
 
     def _limit(self) -> None:
         model, problem = self.model, self.problem
@@ -369,8 +369,7 @@ class ExactProblem:
         model, problem = self.model, self.problem
         span = ([self.span], [-1.0])
         for kind in range(len(self._terms) if self.by_host else 1):
-            unit = self.scale_s if kind == 0 else max(problem.capacity[kind - 1], 1.0)
-            shared, alone, sizes = self._on_host(host, kind, unit)
+            shared, alone, sizes = self._on_host(host, kind)
             end, most = (span, 0.0) if kind == 0 else (([], []), 1.0)
             if kind and sum(shared[1]) + sum(sum(v) for _, v in alone.values()) <= most:
                 continue
@@ -388,9 +387,10 @@ class ExactProblem:
                 row = [*shared[0], count, *end[0]]
                 model.row(row, [*shared[1], size, *end[1]], -np.inf, most)
 
-    def _on_host(self, host: int, kind: int, unit: float) -> tuple[_Terms, _PerTable, _Sizes]:
+    def _on_host(self, host: int, kind: int) -> tuple[_Terms, _PerTable, _Sizes]:
         """What all ranks of a host have, single shards per table, and all shards by size."""
         per_host, num_hosts = self.problem.ranks_per_host, self.problem.num_hosts
+        unit = self._unit[kind]
         shared: _Terms = ([], [])
         alone: _PerTable = {}
         sizes: _Sizes = {}

@@ -82,9 +82,7 @@ def choices(result: PlanResult, most: int = MOST_EXPLAINED) -> list[TableChoice]
     """The tables that load ranks most, each with its next best option."""
     problem, solution = result.problem, result.solution
     assignment = solution.assignment
-    packing = Packing(problem, solution.cost_s)
-    for table, (choice, ranks) in enumerate(zip(assignment.chosen, assignment.ranks, strict=True)):
-        packing.put(table, choice, ranks)
+    packing = Packing.of(assignment, solution.cost_s)
     flat = problem.flat
     chosen = flat.first[:-1] + np.asarray(assignment.chosen)
     order = np.argsort(-flat.mean[chosen, 0], kind="stable")[:most]

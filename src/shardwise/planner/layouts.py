@@ -109,8 +109,8 @@ class _Layouts:
     def __init__(self, bounds: Bounds, cost_s: float, highs: Any, late: Callable[[], bool]) -> None:
         self.problem, self.highs, self.late = bounds.problem, highs, late
         level = cost_s - self.problem.base_s
-        self.unit = np.concatenate([[level], np.maximum(self.problem.capacity, 1.0)])
-        allowed, value = bounds.useful(cost_s), bounds._mean(level)
+        self.unit = self.problem.unit(level)
+        allowed, value = bounds.useful(cost_s), bounds.mean(level)
         #: By how many seconds a choice may exceed the cheapest; below zero if there is none.
         self.spare_s = (level - value[0]) * (1 + _ROUNDING)
         if len(bounds.tables_without_option(allowed)):

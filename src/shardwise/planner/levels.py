@@ -66,7 +66,7 @@ class Levels:
     ) -> None:
         self.problem = problem
         self._scale_s = max(cost_s - problem.base_s, 1e-30)
-        self._unit = np.concatenate([[self._scale_s], np.maximum(problem.capacity, 1.0)])
+        self._unit = problem.unit(self._scale_s)
         self._ways = [self._way(table, c) for table, each in enumerate(allowed) for c in each]
         self._sets = self._all_sets(len(allowed))
         self.program = MixedProgram()
@@ -266,5 +266,5 @@ class Levels:
         if found is None:
             return None
         for way, on in zip(blocks, found.ranks[1:], strict=True):
-            plan.ranks[way.table] = (on[:, None] * per_host + np.arange(per_host)).reshape(-1)
+            plan.ranks[way.table] = problem.ranks_of(on)
         return plan

@@ -373,7 +373,7 @@ class Filler:
         `width` is the number of partial fillings that the search keeps.
         """
         problem = self.problem
-        unit = np.concatenate([[cost_s - problem.base_s], np.maximum(problem.capacity, 1.0)])
+        unit = problem.unit(cost_s - problem.base_s)
         fixed = np.zeros((problem.num_ranks, len(unit)))
         free: list[tuple[int, int]] = []
         for table, ranks in enumerate(plan.ranks):

@@ -27,16 +27,25 @@ class Packing:
         self.ranks: list[Ints] = [_NO_RANKS] * num_tables
         self.width = 1 + len(problem.capacity)
         self.loads = np.zeros((self.num_ranks, self.width))
-        # Seconds per byte over the capacity.
-        self.penalty = 50 * max(scale_s, 1e-12) / np.maximum(problem.capacity, 1.0)
         self._limit = problem.capacity * (1 + 1e-12)
-        self._unit = np.concatenate([[max(scale_s, 1e-12)], np.maximum(problem.capacity, 1.0)])
+        self._unit = problem.unit(max(scale_s, 1e-12))
+        # Seconds per byte over the capacity.
+        self.penalty = 50 * self._unit[0] / self._unit[1:]
         #: Whether shards are placed by the larger of seconds and bytes, each relative to its limit.
         self.balance = False
         self.heights = np.zeros(self.num_ranks)
         #: Tables with a shard on each rank.
         self.tables_on: list[set[int]] = [set() for _ in range(self.num_ranks)]
         self.tables_everywhere: set[int] = set()
+
+    @staticmethod
+    def of(assignment: Assignment, scale_s: float) -> Packing:
+        """The same plan, ready to be changed."""
+        packing = Packing(assignment.problem, scale_s)
+        each = zip(assignment.chosen, assignment.ranks, strict=True)
+        for table, (choice, ranks) in enumerate(each):
+            packing.put(table, choice, ranks)
+        return packing
 
     def copy(self) -> Packing:
         made = Packing.__new__(Packing)
@@ -156,7 +165,7 @@ class Packing:
         loads = self.loads.reshape(num_hosts, per_host, self.width) + shards[:per_host]
         highest = self.score(loads).max(1)
         hosts = np.argsort(highest, kind="stable")[:num_blocks]
-        return (hosts[:, None] * per_host + np.arange(per_host)).reshape(-1)
+        return self.problem.ranks_of(hosts)
 
     # -- the first packing -------------------------------------------------------------------
 
@@ -185,7 +194,7 @@ class Packing:
             if option.shards is None:
                 ranks = _NO_RANKS
             elif option.scope == BLOCK:
-                ranks = (hosts[table][:, None] * per_host + inside).reshape(-1)
+                ranks = self.problem.ranks_of(hosts[table])
             else:
                 found = []
                 for host in np.unique(hosts[table]).tolist():
@@ -218,20 +227,13 @@ def packed(
     """Place replicated tables first, then blocks of hosts, then shards, largest first."""
     packing = Packing(problem, scale_s)
     packing.balance = balance
-    rank_of = np.zeros(len(chosen), np.int64)
     flat = problem.flat
     peaks = flat.peak[flat.first[:-1] + np.asarray(chosen)]
     relative = peaks[:, 1:] / np.maximum(problem.capacity, 1.0)
     share = np.maximum(relative.max(1) if memory_first else 0.0, peaks[:, 0] / max(scale_s, 1e-12))
-    for table, choice in enumerate(chosen):
-        option = problem.options[table][choice]
-        if option.shards is None:
-            rank_of[table] = 0
-        elif option.scope == BLOCK or option.num_shards > 1:
-            rank_of[table] = 1 if option.scope == BLOCK else 2
-        else:
-            rank_of[table] = 2
-    order = np.lexsort((np.arange(len(chosen)), -share, rank_of)).tolist()
+    options = [each[choice] for each, choice in zip(problem.options, chosen, strict=True)]
+    turn = [0 if o.shards is None else 1 if o.scope == BLOCK else 2 for o in options]
+    order = np.lexsort((np.arange(len(chosen)), -share, turn)).tolist()
     filled = packing.fill(chosen, order)
     packing.balance = False
     return packing if filled else None

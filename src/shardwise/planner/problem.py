@@ -83,6 +83,15 @@ class Problem:
     def num_hosts(self) -> int:
         return self.num_ranks // self.ranks_per_host
 
+    def unit(self, seconds: float) -> Array:
+        """The load that counts as 1: these seconds, and the capacity of each kind of memory."""
+        return np.concatenate([[seconds], np.maximum(self.capacity, 1.0)])
+
+    def ranks_of(self, hosts: Ints) -> Ints:
+        """All ranks of some hosts, host by host."""
+        each = self.ranks_per_host
+        return (hosts[:, None] * each + np.arange(each)).reshape(-1)
+
     @cached_property
     def flat(self) -> FlatOptions:
         return FlatOptions.of(self) if self.given_flat is None else self.given_flat
@@ -167,9 +176,9 @@ def cost_of(problem: Problem, loads: Array) -> float:
 # Note [Bound]
 # The mean over ranks of a plan's seconds and bytes does not depend on which rank holds what. So no
 # plan is cheaper than the least mean of seconds among choices of options whose mean of bytes fits;
-# and a plan of cost T uses no option that puts more than T on one rank. `_mean(T)` is the
+# and a plan of cost T uses no option that puts more than T on one rank. `mean(T)` is the
 # Lagrangian dual of that choice (any prices of bytes give a valid bound), and the bound is the
-# smallest T that is at least `_mean(T)`.
+# smallest T that is at least `mean(T)`.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,21 +225,21 @@ class Bounds:
         worst = int(least.argmax())
         levels = np.unique(peaks[np.isfinite(peaks) & (peaks >= low)])
         start, stop = 0, len(levels) - 1
-        if not np.isfinite(self._mean(levels[stop])[0]):
+        if not np.isfinite(self.mean(levels[stop])[0]):
             return None
         # mean(T) falls and T rises: the first level at which T reaches the mean.
         while start < stop:
             middle = (start + stop) // 2
-            if self._mean(levels[middle])[0] <= levels[middle]:
+            if self.mean(levels[middle])[0] <= levels[middle]:
                 stop = middle
             else:
                 start = middle + 1
         level = float(levels[start])
-        seconds, prices, chosen = self._mean(level)
+        seconds, prices, chosen = self.mean(level)
         why, table = "mean", -1
         if seconds <= level:
             # Below this level fewer options are allowed: their mean, or the level itself.
-            below = self._mean(float(levels[start - 1]))[0] if start else np.inf
+            below = self.mean(float(levels[start - 1]))[0] if start else np.inf
             if min(level, below) > seconds:
                 seconds = min(level, below)
                 why = "mean" if below < level else "table"
@@ -241,14 +250,15 @@ class Bounds:
         allowed = self._allowed(max(level, seconds))
         total = seconds + base
         if self._slow > 1.0:
-            free = self._mean(np.inf)[0]
+            free = self.mean(np.inf)[0]
             total = max(total, (free + base) * self._slow)
         return Bound(float(total), prices, allowed, chosen, why, table)
 
     def _allowed(self, level: float) -> Mask:
         return self.possible & (self.flat.peak[:, 0] <= level)
 
-    def _mean(self, level: float) -> tuple[float, Array, Ints]:
+    def mean(self, level: float) -> tuple[float, Array, Ints]:
+        """The bound of plans that put at most `level` on a rank, its prices and choices."""
         allowed = self._allowed(level)
         if len(self.tables_without_option(allowed)):
             return np.inf, np.zeros(len(self.problem.capacity)), np.zeros(0, np.int64)
@@ -321,7 +331,7 @@ class Bounds:
         """The options that a plan cheaper than `cost` may use, by their reduced costs."""
         level = cost - self.problem.base_s
         allowed = self._allowed(level)
-        value, prices, _ = self._mean(level)
+        value, prices, _ = self.mean(level)
         if not np.isfinite(value) or self._slow > 1.0:
             return allowed
         priced = self.flat.mean[:, 0] + self.flat.mean[:, 1:] @ prices

@@ -40,7 +40,7 @@ class Replicas:
 
     def __init__(self, problem: Problem, allowed: Sequence[Sequence[int]], cost_s: float) -> None:
         self.problem = problem
-        self._unit = np.concatenate([[cost_s - problem.base_s], np.maximum(problem.capacity, 1.0)])
+        self._unit = problem.unit(cost_s - problem.base_s)
         self._ways = [
             [c for c in choices if _is_free(problem, problem.options[table][c])]
             for table, choices in enumerate(allowed)
@@ -197,7 +197,7 @@ class Replicas:
         return over[0] + _PENALTY * sum(over[1:], np.zeros(len(ways)))
 
     def _assignment(self, ways: Ints, hosts: Ints) -> Assignment:
-        problem, per_host = self.problem, self.problem.ranks_per_host
+        problem = self.problem
         places: list[Ints] = []
         self._energy(ways[None], hosts[None], places)
         chosen = [each[way] for each, way in zip(self._ways, ways.tolist(), strict=True)]
@@ -212,7 +212,7 @@ class Replicas:
         for table, num in enumerate(self._hosts_of[np.arange(len(ways)), ways].tolist()):
             if num:
                 on = (hosts[table] + np.arange(num)) % problem.num_hosts
-                ranks[table] = (on[:, None] * per_host + np.arange(per_host)).reshape(-1)
+                ranks[table] = problem.ranks_of(on)
         return Assignment(problem, chosen, ranks)
 
 

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -94,10 +95,11 @@ class _Run:
     def __init__(
         self,
         problem: Problem,
+        gap: float,
         seconds: float | None,
         tell: Callable[[Progress], None] | None,
     ) -> None:
-        self.problem, self.seconds, self.tell = problem, seconds, tell
+        self.problem, self.gap, self.seconds, self.tell = problem, gap, seconds, tell
         self.start = time.process_time()
         self.bounds, self.filler = Bounds(problem), Filler(problem)
         self.best: Assignment | None = None
@@ -105,9 +107,24 @@ class _Run:
         self.bound_s = 0.0
         self.history: list[Progress] = []
         self.timed_out = False
+        #: HiGHS, where it may be asked; and whether it was.
+        self.highs: Any = None
+        self.asked_highs = False
 
     def elapsed(self) -> float:
         return time.process_time() - self.start
+
+    def may_ask(self) -> bool:
+        """Whether HiGHS is there to be asked, with the gap still open and time left."""
+        return self.highs is not None and not self.closed and not self.late()
+
+    def left_s(self) -> float:
+        """The seconds that HiGHS may take."""
+        return 20.0 if self.seconds is None else max(0.05, self.seconds - self.elapsed())
+
+    def useful(self, cost_s: float) -> list[list[int]]:
+        """Per table, the options that a plan within this cost may use."""
+        return allowed_lists(self.problem, self.bounds.useful(cost_s))
 
     def late(self) -> bool:
         """Whether time is up and there is an answer."""
@@ -132,8 +149,14 @@ class _Run:
         if self.tell is not None:
             self.tell(progress)
 
-    def close(self, gap: float) -> bool:
-        return self.cost <= self.bound_s * (1 + gap)
+    @property
+    def wanted_s(self) -> float:
+        """The cost that closes the gap."""
+        return self.bound_s * (1 + self.gap)
+
+    @property
+    def closed(self) -> bool:
+        return self.cost <= self.wanted_s
 
 
 def solve(
@@ -146,7 +169,7 @@ def solve(
     tell: Callable[[Progress], None] | None = None,
 ) -> Solution:
     """The best plan found when the gap is reached, no step helps, or time is up."""
-    run = _Run(problem, seconds, tell)
+    run = _Run(problem, gap, seconds, tell)
     bound = run.bounds.best()
     if bound is None:
         raise NoPlanFits("No plan keeps every rank within its memory.")
@@ -154,32 +177,29 @@ def solve(
     for given in starts:
         run.offer(given, "given")
     quick = problem.num_hosts == 1 or len(problem.options) * problem.num_ranks <= _QUICK_PAIRS
-    more = _first_packings(run, bound, gap)
+    more = _first_packings(run, bound)
     packings = list(itertools.islice(more, _FIRST if quick else None))
     if run.best is None:
         raise NoPlanFits(
             "On average the tables fit, but no plan was found that keeps every rank within its "
             "memory."
         )
-    solver = "own search"
     for packing in sorted(packings, key=lambda each: each.highest)[:_POOL]:
-        _refill(run, packing.assignment(), gap)
-    highs = find_highs() if exact and not run.close(gap) else None
-    if highs is not None and _levels(run, gap, highs):
-        solver = "HiGHS and own search"
+        _refill(run, packing.assignment())
+    if exact and not run.closed:
+        run.highs = find_highs()
+    _levels(run)
     for by_host in (True, False):
-        wanted = highs is not None and not run.close(gap) and not run.late()
-        if wanted and _exact(run, gap, highs, packings, by_host):
-            solver = "HiGHS and own search"
-        if by_host and problem.num_hosts > 1 and not run.close(gap):
-            _kick(run, packings, gap, rounds=_KICKS // 10)
-            if highs is not None and _lay_out(run, gap, highs):
-                solver = "HiGHS and own search"
-            _exchange(run, gap)
+        _exact(run, packings, by_host)
+        if by_host and problem.num_hosts > 1 and not run.closed:
+            _kick(run, packings, rounds=_KICKS // 10)
+            _lay_out(run)
+            _exchange(run)
     packings += more
-    if not run.close(gap):
-        _kick(run, packings, gap, rounds=_KICKS, first_seed=_KICKS)
+    if not run.closed:
+        _kick(run, packings, rounds=_KICKS, first_seed=_KICKS)
     run.note("done")
+    solver = "HiGHS and own search" if run.asked_highs else "own search"
     return Solution(
         run.best, run.cost, bound, run.bound_s, run.history, run.elapsed(), run.timed_out, solver
     )
@@ -192,7 +212,7 @@ def allowed_lists(problem: Problem, mask: np.ndarray) -> list[list[int]]:
     ]
 
 
-def _first_packings(run: _Run, bound: Bound, gap: float) -> Iterator[Packing]:
+def _first_packings(run: _Run, bound: Bound) -> Iterator[Packing]:
     """Largest shards first, with the options that bounds at several levels choose."""
     problem, base = run.problem, run.problem.base_s
     first = problem.flat.first[:-1]
@@ -201,7 +221,7 @@ def _first_packings(run: _Run, bound: Bound, gap: float) -> Iterator[Packing]:
     allowed = allowed_lists(problem, run.bounds.possible)
     # Levels above the bound allow more options; below it, shards are smaller and pack better.
     for factor in (1.0, 1.03, 0.6, 0.35, 1.1, 1.3, 1.6, np.inf):
-        _, _, chosen = run.bounds._mean(level * factor)
+        _, _, chosen = run.bounds.mean(level * factor)
         if not len(chosen):
             continue
         choices = tuple((chosen - first).tolist())
@@ -209,7 +229,7 @@ def _first_packings(run: _Run, bound: Bound, gap: float) -> Iterator[Packing]:
             continue
         tried.add(choices)
         for memory_first, balance in ((False, False), (True, True), (True, False)):
-            if run.late() or run.close(gap):
+            if run.late() or run.closed:
                 return
             packing = packed(problem, choices, level, memory_first=memory_first, balance=balance)
             if packing is None:
@@ -217,7 +237,7 @@ def _first_packings(run: _Run, bound: Bound, gap: float) -> Iterator[Packing]:
             # A first answer at once, which then improves.
             run.offer(packing.assignment(), "largest first")
             search = Search(packing, allowed)
-            search.run((level + base) * (1 + gap) - base, run.late, max_steps=_steps(problem))
+            search.run((level + base) * (1 + run.gap) - base, run.late, max_steps=_steps(problem))
             run.offer(packing.assignment(), "moves and swaps")
             yield packing
         if factor > 1.1 and run.best is not None:
@@ -228,32 +248,29 @@ def _steps(problem: Problem) -> int:
     return 400 + 20 * problem.num_ranks
 
 
-def _kick(
-    run: _Run, packings: Sequence[Packing], gap: float, rounds: int, first_seed: int = 0
-) -> None:
+def _kick(run: _Run, packings: Sequence[Packing], rounds: int, first_seed: int = 0) -> None:
     """Kick the best plans in turn, each followed by local search."""
     problem = run.problem
     if not packings or problem.num_ranks * len(problem.names) > _KICK_TABLES:
         return
     assert run.best is not None, "there is an answer"
-    base = problem.base_s
-    target = run.bound_s * (1 + gap) - base
+    target = run.wanted_s - problem.base_s
     # Several plans in turn: the best one may be a local optimum.
     others = sorted(packings, key=lambda packing: packing.highest)
-    pool = [_packing_of(run.best, run.cost), *others[: _POOL - 1]]
+    pool = [Packing.of(run.best, run.cost), *others[: _POOL - 1]]
     failed, cost = [0] * len(pool), np.inf
     allowed: list[list[int]] = []
     for number in range(min(rounds, _TABLE_KICKS * len(problem.names))):
-        if run.late() or run.close(gap):
+        if run.late() or run.closed:
             return
         place = number % len(pool)
         if failed[place] > _FAILED:
             # This one is stuck: restart from the best plan.
-            pool[place], failed[place] = _packing_of(run.best, run.cost), 0
+            pool[place], failed[place] = Packing.of(run.best, run.cost), 0
         current = pool[place]
         if run.cost < cost:
             cost = run.cost
-            allowed = allowed_lists(problem, run.bounds.useful(cost))
+            allowed = run.useful(cost)
         trial = current.copy()
         search = Search(trial, allowed, rng_seed=first_seed + number)
         search.kick(2 + number // len(pool) % 4)
@@ -265,14 +282,14 @@ def _kick(
             pool[place] = trial
             run.offer(trial.assignment(), "kicks")
             if failed[place] == 0:
-                _refill(run, trial.assignment(), gap)
+                _refill(run, trial.assignment())
 
 
-def _refill(run: _Run, plan: Assignment, gap: float) -> None:
+def _refill(run: _Run, plan: Assignment) -> None:
     """Repack the pieces of a plan, within costs between the best and the wanted one."""
-    wanted = run.bound_s * (1 + gap)
+    wanted = run.wanted_s
     for share in _SHARES:
-        if run.late() or run.close(gap):
+        if run.late() or run.closed:
             return
         cost = wanted + share * (run.cost - wanted)
         found = run.filler.refilled(plan, cost, _WIDTH)
@@ -281,95 +298,84 @@ def _refill(run: _Run, plan: Assignment, gap: float) -> None:
         run.offer(found, "filling")
 
 
-def _exchange(run: _Run, gap: float) -> None:
+def _exchange(run: _Run) -> None:
     """Change the options and hosts of many plans at once, and repack the best."""
-    wanted = run.bound_s * (1 + gap)
-    allowed = allowed_lists(run.problem, run.bounds.useful(run.cost))
+    wanted = run.wanted_s
+    allowed = run.useful(run.cost)
     replicas = Replicas(run.problem, allowed, wanted)
-    if not replicas.possible or run.close(gap):
+    if not replicas.possible or run.closed:
         return
     rounds = _EXCHANGED // (replicas.num_pieces * run.problem.num_ranks)
     if rounds < _LEAST_EXCHANGES:
         return
     rounds = min(rounds, _EXCHANGES, _TABLE_EXCHANGES * len(allowed))
     for plan in replicas.plans(lambda: (run.cost + wanted) / 2, rounds):
-        if run.late() or run.close(gap):
+        if run.late() or run.closed:
             return
         run.offer(plan, "replicas")
-        _refill(run, plan, gap)
+        _refill(run, plan)
 
 
-def _levels(run: _Run, gap: float, highs: object) -> bool:
+def _levels(run: _Run) -> None:
     """Ask for plans within the gap of the bound; if there are none, that is the next bound."""
-    problem, asked = run.problem, False
-    while not run.late() and not run.close(gap):
-        wanted = min(run.bound_s * (1 + max(gap, _STEP)), run.cost / (1 + gap))
-        allowed = allowed_lists(problem, run.bounds.useful(wanted))
+    while run.may_ask():
+        wanted = min(run.bound_s * (1 + max(run.gap, _STEP)), run.cost / (1 + run.gap))
+        allowed = run.useful(wanted)
         if not all(allowed):
             run.bound_s = wanted
             continue
         try:
-            levels = Levels(problem, allowed, run.bound_s, wanted)
+            levels = Levels(run.problem, allowed, run.bound_s, wanted)
         except TooMany:
-            return asked
+            return
 
         def better(values: Array, levels: Levels = levels) -> None:
-            plan = levels.plan(values, run.bound_s * (1 + gap), run.cost)
+            plan = levels.plan(values, run.wanted_s, run.cost)
             if plan is not None and run.offer(plan, "levels"):
-                _refill(run, plan, gap)
+                _refill(run, plan)
 
         def enough(bound: float, levels: Levels = levels, wanted: float = wanted) -> bool:
             run.bound_s = max(run.bound_s, min(levels.seconds(bound), wanted))
-            return run.close(gap)
+            return run.closed
 
-        left = 20.0 if run.seconds is None else max(0.05, run.seconds - run.elapsed())
-        bound_s, asked = run.bound_s, True
+        bound_s, run.asked_highs = run.bound_s, True
         solved = levels.program.solve(
-            highs, seconds=left, gap=_LEVELS_GAP, better=better, enough=enough
+            run.highs, seconds=run.left_s(), gap=_LEVELS_GAP, better=better, enough=enough
         )
         run.bound_s = max(run.bound_s, min(levels.seconds(solved.bound), wanted))
         run.note("levels")
         if run.bound_s < min(wanted, bound_s * (1 + _STEP / 2)):
-            break
-    return asked
+            return
 
 
-def _lay_out(run: _Run, gap: float, highs: object) -> bool:
+def _lay_out(run: _Run) -> None:
     """Ask for layouts of cheaper plans; if there are none, that is the next bound."""
-    asked = False
-    while run.problem.num_hosts > 1 and not run.late() and not run.close(gap):
+    while run.may_ask():
         # No plan below the first closes the gap, and so does any plan within the second.
-        proof, near = run.cost / (1 + gap), run.bound_s * (1 + max(gap, _STEP))
+        proof, near = run.cost / (1 + run.gap), run.bound_s * (1 + max(run.gap, _STEP))
         for wanted in sorted({min(proof, near), near}):
             try:
-                found = laid_out(run.bounds, wanted, highs, run.late, or_proof=wanted < near)
+                found = laid_out(run.bounds, wanted, run.highs, run.late, or_proof=wanted < near)
             except TooMany:
                 continue
-            asked = True
+            run.asked_highs = True
             if found is None:
                 run.bound_s = max(run.bound_s, wanted)
                 run.note("layouts")
             elif not run.offer(found, "layouts"):
-                return asked
+                return
             break
         else:
-            return asked
-    return asked
+            return
 
 
-def _packing_of(assignment: Assignment, cost: float) -> Packing:
-    packing = Packing(assignment.problem, cost)
-    for table, (choice, ranks) in enumerate(zip(assignment.chosen, assignment.ranks, strict=True)):
-        packing.put(table, choice, ranks)
-    return packing
-
-
-def _exact(run: _Run, gap: float, highs: object, packings: list[Packing], by_host: bool) -> bool:
+def _exact(run: _Run, packings: list[Packing], by_host: bool) -> None:
     """Ask for a plan that is cheaper by more than the gap; if there is none, that is the proof."""
-    assert run.best is not None, "there is an answer"
+    if not run.may_ask():
+        return
     problem = run.problem
-    wanted = run.cost / (1 + gap)
-    allowed = allowed_lists(problem, run.bounds.useful(wanted))
+    wanted = run.cost / (1 + run.gap)
+    allowed = run.useful(wanted)
     places = problem.num_hosts if by_host else problem.num_ranks
     # Ranks are used in order, so the tables cannot use more of them than they have shards.
     most = [
@@ -383,15 +389,15 @@ def _exact(run: _Run, gap: float, highs: object, packings: list[Packing], by_hos
         for c in choices
     )
     if size > (_MOST_ON_HOSTS if problem.num_hosts > 1 and not by_host else _MOST_COLUMNS):
-        return False
+        return
+    run.asked_highs = True
     if not all(allowed):
         run.bound_s = max(run.bound_s, wanted)
-        return True
-    left = 20.0 if run.seconds is None else max(0.05, run.seconds - run.elapsed())
+        return
     several = problem.num_hosts > 1
-    left *= 0.95 if not several else 0.3 if by_host else 0.9
+    left = run.left_s() * (0.95 if not several else 0.3 if by_host else 0.9)
     model = ExactProblem(problem, allowed, run.bound_s, wanted, by_host=by_host)
-    answer = model.solve(highs, seconds=left, gap=gap)
+    answer = model.solve(run.highs, seconds=left, gap=run.gap)
     if answer.bound_s > run.bound_s:
         run.bound_s = min(answer.bound_s, wanted)
         run.note("HiGHS")
@@ -400,10 +406,9 @@ def _exact(run: _Run, gap: float, highs: object, packings: list[Packing], by_hos
     elif answer.found is not None:
         packing = Packing(problem, run.cost)
         if packing.fill_hosts(answer.found.chosen, answer.found.ranks):
-            target = run.bound_s * (1 + gap) - problem.base_s
+            target = run.wanted_s - problem.base_s
             Search(packing, allowed).run(target, run.late, max_steps=_steps(problem))
             run.offer(packing.assignment(), "HiGHS and moves")
             packings.append(packing)
             if several:
-                _kick(run, packings, gap, rounds=_KICKS // 10, first_seed=3 * _KICKS)
-    return True
+                _kick(run, packings, rounds=_KICKS // 10, first_seed=3 * _KICKS)
