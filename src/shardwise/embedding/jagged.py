@@ -286,16 +286,16 @@ class Jagged:
 
     def bags(self, feature: str) -> list[list[int]]:
         """The ids of one feature as lists."""
-        sizes = num_bags(self)
-        place = self.features.index(feature)
+        values, lengths = self.of_feature(feature)
+        return [bag.tolist() for bag in values.split(lengths.tolist())]
+
+    def of_feature(self, feature: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ids of one feature, and the lengths of its bags."""
+        sizes, place = num_bags(self), self.features.index(feature)
         first = sum(sizes[:place])
-        lengths = self.lengths.tolist()
-        start = sum(lengths[:first])
-        found = []
-        for length in lengths[first : first + sizes[place]]:
-            found.append(self.values[start : start + length].tolist())
-            start += length
-        return found
+        lengths = self.lengths[first : first + sizes[place]]
+        start = int(self.lengths[:first].sum())
+        return self.values[start : start + int(lengths.sum())], lengths
 
     def __repr__(self) -> str:
         try:

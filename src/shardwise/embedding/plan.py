@@ -267,22 +267,17 @@ def _split_table(
     return TableSplit(kind, tuple(sizes))
 
 
-def _check_columns(table: Table, kind: str, num_parts: int) -> None:
-    if kind == "column_wise" and table.embedding_dim < num_parts:
-        raise LayoutError(
-            f"Table {table.name!r}: its {table.embedding_dim} columns cannot be split over "
-            f"{num_parts} ranks. Name fewer ranks, or use another kind."
-        )
-
-
 def _numbers(table: Table, kind: str, num_parts: int) -> list[int]:
     """How many elements each shard of a table has."""
-    _check_columns(table, kind, num_parts)
-    by_columns = kind == "column_wise"
-    size = table.embedding_dim if by_columns else table.num_embeddings
-    other = table.num_embeddings if by_columns else table.embedding_dim
-    block = -(-size // num_parts)
-    return [max(0, min(block, size - block * part)) * other for part in range(num_parts)]
+    size, other = table.num_embeddings, table.embedding_dim
+    if kind == "column_wise":
+        size, other = other, size
+        if size < num_parts:
+            raise LayoutError(
+                f"Table {table.name!r}: its {size} columns cannot be split over {num_parts} ranks. "
+                "Name fewer ranks, or use another kind."
+            )
+    return [length * other for length in lengths(size, num_parts, None)]
 
 
 def _checked_ranks(table: Table, kind: str, given: Any, num_ranks: int) -> list[int]:

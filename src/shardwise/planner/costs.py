@@ -26,12 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.core.sizes import lengths
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.lookup.messages import SHORT_BAGS
 from shardwise.lookup.optimizers import SGD, Adagrad, Adam, FusedOptimizer, RowWiseAdagrad
-from shardwise.planner.problem import ANY, Array, FlatOptions, Ints, Mask, Option
-from shardwise.planner.workload import TableUse, Workload
+from shardwise.planner.problem import ANY, Array, FlatOptions, Mask, Option
+from shardwise.planner.workload import TableUse, Workload, is_number
 from shardwise.plans import LARGEST, read_content, write_text
 
 OPTIMIZERS: dict[str, type[FusedOptimizer]] = {
@@ -380,11 +379,6 @@ def _option(way: SplitKind, everywhere: Array | None, shard: Array, holders: int
     return Option(label, everywhere, shards, ANY, True, way)
 
 
-def shard_sizes(size: int, holders: int) -> Ints:
-    """The rows or columns of each holder, as a plan splits them."""
-    return np.asarray(lengths(size, holders, None), np.int64)
-
-
 # Note [Seconds per byte]
 # The seconds per byte of a lookup depend on how many different bytes a step touches: what fits into
 # a cache is read faster. So a kernel has seconds per byte at some sizes, interpolated over the
@@ -549,6 +543,5 @@ def _required(kind: type[Constants] | type[Kernel]) -> set[str]:
 
 
 def _check(file: Path, name: str, value: Any) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool)
-    if not good or not 0 <= value <= LARGEST:
+    if not is_number(value) or not 0 <= value <= LARGEST:
         raise LayoutError(f"{file}: {name} is a number from 0 on, found {value!r}.")

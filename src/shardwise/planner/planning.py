@@ -22,7 +22,7 @@ from shardwise.planner.price import Price, cores_at_once, price
 from shardwise.planner.problem import Assignment, Bounds, Problem
 from shardwise.planner.settling import Settling
 from shardwise.planner.solve import NoPlanFits, Progress, Solution, gap_of, solve
-from shardwise.planner.workload import Workload, with_sample, workload
+from shardwise.planner.workload import Workload, is_number, with_sample, workload
 
 #: The memory of a rank if none is given.
 UNLIMITED = float(1 << 60)
@@ -105,8 +105,7 @@ def plan(
     (['day', 'item', 'user'], True)
     """
     for name, number in (("gap", gap), ("seconds", 0 if seconds is None else seconds)):
-        good = isinstance(number, int | float) and not isinstance(number, bool)
-        if not good or not number >= 0:
+        if not is_number(number) or not number >= 0:
             raise ArgumentError(f"{name} is a number from 0 on, found {number!r}.")
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"dtype is that of the tables, as torch.float32; found {dtype!r}.")
@@ -127,7 +126,7 @@ def plan(
         return _best_of(work, settings, memory, seconds, gap, solver, tell)
 
     group = _real_group(mesh)
-    return run() if group is None else _on_first_rank(run, mesh, work, setting, memory)
+    return run() if group is None else _on_first_rank(run, group)
 
 
 def as_workload(
@@ -187,14 +186,7 @@ def _real_group(mesh: DeviceMesh | int) -> Any | None:
     return mesh.get_group()
 
 
-def _on_first_rank(
-    run: Callable[[], PlanResult],
-    mesh: Any,
-    work: Workload,
-    setting: Setting,
-    memory: float | None,
-) -> PlanResult:
-    group = mesh.get_group()
+def _on_first_rank(run: Callable[[], PlanResult], group: Any) -> PlanResult:
     first = dist.get_global_rank(group, 0)
     box: list[Any] = [None]
     if dist.get_rank() == first:
@@ -277,8 +269,7 @@ def _planned(
 def _checked_memory(memory: float | None) -> float:
     if memory is None:
         return UNLIMITED
-    good = isinstance(memory, int | float) and not isinstance(memory, bool) and memory > 0
-    if not good or not np.isfinite(memory):
+    if not is_number(memory) or not 0 < memory < np.inf:
         raise ArgumentError(f"memory is a number of bytes above 0, found {memory!r}.")
     return float(memory)
 

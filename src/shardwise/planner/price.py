@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardwise.core.sizes import lengths
 from shardwise.embedding.plan import Plan
 from shardwise.lookup.messages import SHORT_BAGS
 from shardwise.lookup.tiling import Table
-from shardwise.planner.costs import ID_BYTES, Loads, Setting, shard_sizes
+from shardwise.planner.costs import ID_BYTES, Loads, Setting
 from shardwise.planner.problem import Array, Ints, Mask
 from shardwise.planner.workload import TableUse, Workload
 
@@ -96,7 +97,7 @@ def shard_groups(plan: Plan, tables: Sequence[Table], num_ranks: int) -> Iterato
             continue
         whole = one.embedding_dim if kind == "column_wise" else one.num_embeddings
         num = num_ranks if ranks is None else len(ranks)
-        sizes = shard_sizes(whole, num)
+        sizes = np.asarray(lengths(whole, num, None))
         where = None if ranks is None else np.asarray(ranks, np.int64)
         edges = np.flatnonzero(np.diff(sizes)) + 1
         bounds = [0, *edges.tolist(), num]

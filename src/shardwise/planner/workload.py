@@ -37,9 +37,7 @@ from shardwise.plans import LARGEST, read_content
 
 FORMAT = "shardwise tables 1"
 #: Of Meta's public set of 2021: 887,017,990 ids in 65,536 bags of 856 tables, 6.9 uses of each.
-DEFAULT_IDS_PER_BAG = 15.8
-DEFAULT_REPEATED = 0.855
-DEFAULT_BATCH = 65536
+DEFAULTS = {"ids_per_bag": 15.8, "repeated": 0.855, "batch": 65536}
 #: Parts of the rows of which a sample's ids are counted.
 _PARTS = 64
 _KEYS = {
@@ -78,8 +76,7 @@ class TableUse:
             ("repeated", self.repeated, 0.0),
             ("batch", self.bags, 1.0),
         ):
-            good = isinstance(number, int | float) and not isinstance(number, bool)
-            if not good or not least <= number <= LARGEST:
+            if not is_number(number) or not least <= number <= LARGEST:
                 raise ArgumentError(
                     f"Table {name!r}: {what} is a number from {least:g} on, found {number!r}."
                 )
@@ -210,34 +207,39 @@ def workload(
     """
     checked = checked_tables(tables)
     known = {table.name for table in checked}
-    for what, given in (("batch", batch), ("ids_per_bag", ids_per_bag), ("repeated", repeated)):
-        if isinstance(given, Mapping):
-            _no_others(what, given, known)
-    uses = []
-    for table in checked:
-        assumed: list[str] = []
+    given = {"batch": batch, "ids_per_bag": ids_per_bag, "repeated": repeated}
+    for what, figures in given.items():
+        if isinstance(figures, Mapping):
+            _no_others(what, figures, known)
 
-        def figure(what: str, given: Any, default: float, name: str = table.name) -> float:
-            value = given.get(name) if isinstance(given, Mapping) else given
-            if value is None:
-                assumed.append(what)  # noqa: B023
-                return default
-            return value
+    def use(table: Table) -> TableUse:
+        own = {k: v.get(table.name) if isinstance(v, Mapping) else v for k, v in given.items()}
+        return _use(table, own)
 
-        bags = figure("batch", batch, DEFAULT_BATCH)
-        uses.append(
-            TableUse(
-                table,
-                figure("ids_per_bag", ids_per_bag, DEFAULT_IDS_PER_BAG),
-                figure("repeated", repeated, DEFAULT_REPEATED),
-                bags * len(table.features) if _is_number(bags) else bags,
-                assumed=tuple(assumed),
-            )
-        )
-    return Workload(tuple(uses), pooled)
+    return Workload(tuple(map(use, checked)), pooled)
 
 
-def _is_number(value: Any) -> bool:
+def _use(
+    table: Table,
+    given: Mapping[str, Any],
+    kinds: tuple[str, ...] | None = None,
+    max_column_cuts: int | None = None,
+) -> TableUse:
+    """The use of a table by the `given` figures; those that are None are assumed."""
+    found = {k: DEFAULTS[k] if value is None else value for k, value in given.items()}
+    batch = found["batch"]
+    return TableUse(
+        table,
+        found["ids_per_bag"],
+        found["repeated"],
+        batch * len(table.features) if is_number(batch) else batch,
+        kinds,
+        max_column_cuts,
+        tuple(k for k, value in given.items() if value is None),
+    )
+
+
+def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -267,12 +269,12 @@ def read_tables(path: str | os.PathLike[str], *, batch: int | None = None) -> Wo
     if not isinstance(pooled, bool):
         raise LayoutError(f"{file}: pooled is true or false, found {pooled!r}.")
     whole = content.get("batch") if batch is None else batch
-    uses = [_use(file, name, entry, whole, batch) for name, entry in sections.items()]
+    uses = [_read_use(file, name, entry, whole, batch) for name, entry in sections.items()]
     checked_tables([use.table for use in uses])
     return Workload(tuple(uses), pooled)
 
 
-def _use(file: Path, name: str, entry: Any, whole: Any, forced: int | None) -> TableUse:
+def _read_use(file: Path, name: str, entry: Any, whole: Any, forced: int | None) -> TableUse:
     if not isinstance(entry, dict):
         raise LayoutError(f"{file}: table {name!r} should have rows and dim; found {entry!r}.")
     others, missing = sorted(set(entry) - _KEYS), sorted({"rows", "dim"} - set(entry))
@@ -287,23 +289,13 @@ def _use(file: Path, name: str, entry: Any, whole: Any, forced: int | None) -> T
         raise LayoutError(f"{file}: table {name!r}: kinds is a list of kinds, found {kinds!r}.")
     table = Table(name, entry["rows"], entry["dim"], tuple(features), entry.get("pooling", "sum"))
     own = entry.get("batch") if forced is None else None
-    bags = own if own is not None else whole
     given = {
-        "ids_per_bag": (entry.get("ids_per_bag"), DEFAULT_IDS_PER_BAG),
-        "repeated": (entry.get("repeated"), DEFAULT_REPEATED),
-        "batch": (bags, DEFAULT_BATCH),
+        "ids_per_bag": entry.get("ids_per_bag"),
+        "repeated": entry.get("repeated"),
+        "batch": whole if own is None else own,
     }
-    values = {what: default if value is None else value for what, (value, default) in given.items()}
-    bags = values["batch"]
-    return TableUse(
-        table,
-        values["ids_per_bag"],
-        values["repeated"],
-        bags * len(table.features) if _is_number(bags) else bags,
-        None if kinds is None else tuple(kinds),
-        entry.get("max_column_cuts"),
-        tuple(what for what, (value, _) in given.items() if value is None),
-    )
+    kinds = None if kinds is None else tuple(kinds)
+    return _use(table, given, kinds, entry.get("max_column_cuts"))
 
 
 def with_sample(
@@ -362,7 +354,7 @@ class _Seen:
                     f"The sample has no feature {feature!r} of table {table.name!r}; it has "
                     f"{', '.join(jagged.features[:8])}."
                 )
-            values, lengths = _of_feature(jagged, feature)
+            values, lengths = (part.cpu().numpy() for part in jagged.of_feature(feature))
             self.bags += len(lengths)
             bags = np.arange(num_ranks + 1) * -(-len(lengths) // num_ranks)
             ends = np.concatenate([[0], np.cumsum(lengths)])
@@ -390,16 +382,3 @@ class _Seen:
 def _num_different(ids: Any) -> int:
     """How many ids differ; sorting is ten times faster than `np.unique`, which hashes."""
     return int(np.count_nonzero(np.diff(np.sort(ids)))) + bool(len(ids))
-
-
-def _of_feature(jagged: Jagged, feature: str) -> tuple[Any, Any]:
-    place = list(jagged.features).index(feature)
-    sizes = jagged.batch_sizes
-    lengths = jagged.lengths.cpu()
-    num = len(jagged.features)
-    counts = sizes.tolist() if sizes is not None else [len(lengths) // num] * num
-    start = sum(counts[:place])
-    first = int(lengths[:start].sum())
-    mine = lengths[start : start + counts[place]]
-    values = jagged.values[first : first + int(mine.sum())].cpu()
-    return values.numpy(), mine.numpy()
