@@ -152,8 +152,9 @@ def keep_to_own_cores(rank: int, num_ranks: int) -> None:
         os.sched_setaffinity(int(thread), cores[first : first + each])
 
 
-def measure_exchange(num: int = 1 << 20, repeats: int = 10) -> float:
+def measure_exchange() -> float:
     """CPU seconds per byte that a rank sends to others or receives from them."""
+    num, repeats = 1 << 20, 10
     others = dist.get_world_size() - 1
     if not others:
         return 0.0
@@ -263,27 +264,27 @@ def draw_batch(
     return Jagged(features, torch.cat(values), lengths=torch.cat(lengths))
 
 
-def measure_rounding(num: int = 1 << 18, repeats: int = 20) -> float:
+def measure_rounding() -> float:
     """CPU seconds per byte to round numbers to bfloat16, or to widen them."""
-    numbers = torch.rand(num)
+    numbers = torch.rand(1 << 18)
     times = []
-    for _ in range(repeats):
+    for _ in range(20):
         start = time.process_time()
         numbers.to(torch.bfloat16).to(torch.float32)
         times.append(time.process_time() - start)
-    return min(times) / (2 * num * numbers.element_size())
+    return min(times) / (2 * numbers.nbytes)
 
 
 # -- fitting ---------------------------------------------------------------------------------
 
 
-def least_squares_from_zero(matrix: Array, wanted: Array, rounds: int = 20_000) -> Array:
+def least_squares_from_zero(matrix: Array, wanted: Array) -> Array:
     """Non-negative least squares: the x >= 0 for which `matrix @ x` is nearest to `wanted`."""
     scale = np.maximum(np.sqrt((matrix**2).sum(0)), 1e-300)
     scaled = matrix / scale
     gram, target = scaled.T @ scaled, scaled.T @ wanted
     x = np.zeros(matrix.shape[1])
-    for _ in range(rounds):
+    for _ in range(20_000):
         largest = 0.0
         for i in np.flatnonzero(np.diag(gram)).tolist():
             new = max(0.0, x[i] + (target[i] - gram[i] @ x) / gram[i, i])

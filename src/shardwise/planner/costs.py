@@ -146,12 +146,8 @@ class Loads:
         return found
 
     def rows_are_fewer(self, holders: float) -> Mask:
-        """Per table, whether it exchanges rows if it decides alone.
-
-        See Note [Rows instead of sums] in `lookup.messages`.
-        """
-        sums = self.bags * holders
-        found = (self.different < sums) & (self.ids < SHORT_BAGS * sums)
+        """Per table, whether it exchanges rows if it decides alone."""
+        found = rows_pay(self.different, self.ids, self.bags * holders)
         return np.asarray(found & (self.setting.pooled and holders > 1))
 
     def busiest(self, holders: int) -> Array:
@@ -243,6 +239,14 @@ class Loads:
         several = s.num_ranks > s.ranks_per_host
         per_byte = c.copy_byte_between_s if several else c.copy_byte_s
         return 2 * (s.num_ranks - 1) / s.num_ranks * per_byte
+
+
+def rows_pay(different: Array, ids: Array, sums: Array) -> Mask:
+    """Whether rows of different ids are sent, where so many sums would be.
+
+    See Note [Rows instead of sums] in `lookup.messages`.
+    """
+    return np.asarray((different < sums) & (ids < SHORT_BAGS * sums))
 
 
 @dataclass(frozen=True, slots=True)

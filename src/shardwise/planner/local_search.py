@@ -62,8 +62,7 @@ class Search:
         packing = self.packing
         found = []
         for table in sorted(packing.tables_on[rank]):
-            option = packing.problem.options[table][packing.chosen[table]]
-            if option.scope != BLOCK:
+            if packing.option(table).scope != BLOCK:
                 for number in np.flatnonzero(packing.ranks[table] == rank).tolist():
                     found.append((table, number))
         return found
@@ -71,7 +70,7 @@ class Search:
     def _targets(self, table: int) -> Ints | None:
         """The ranks that a shard of a table may go to; None for all."""
         packing = self.packing
-        option = packing.problem.options[table][packing.chosen[table]]
+        option = packing.option(table)
         if option.scope == HOST:
             per_host = packing.problem.ranks_per_host
             host = int(packing.ranks[table][0]) // per_host
@@ -87,9 +86,7 @@ class Search:
         best: tuple[float, int, int, int] | None = None
         load = packing.loads[worst]
         for table, number in movable:
-            option = packing.problem.options[table][packing.chosen[table]]
-            assert option.shards is not None, "a movable shard"
-            shard = option.shards[number]
+            option, shard = packing.option(table), self._shard(table, number)
             left = float(packing.height(load - shard))
             if left >= limit:
                 continue
@@ -132,24 +129,14 @@ class Search:
             others = others[:12] + sorted(middle.tolist())
         load = packing.loads[worst]
         best: tuple[float, tuple[int, int], tuple[int, int], int] | None = None
-        mine = [
-            packing.problem.options[t][packing.chosen[t]].shards[n]  # type: ignore[index]
-            for t, n in movable
-        ]
-        if not mine:
+        if not movable:
             return False
-        mine_array = np.asarray(mine)
+        mine = np.asarray([self._shard(*each) for each in movable])
         for rank in others:
             theirs = self._movable(rank)
             if not theirs:
                 continue
-            their_array = np.asarray(
-                [
-                    packing.problem.options[t][packing.chosen[t]].shards[n]  # type: ignore[index]
-                    for t, n in theirs
-                ]
-            )
-            change = their_array[None] - mine_array[:, None]
+            change = np.asarray([self._shard(*each) for each in theirs])[None] - mine[:, None]
             after = np.maximum(
                 packing.height(load + change), packing.height(packing.loads[rank] - change)
             )
@@ -174,7 +161,7 @@ class Search:
     ) -> bool:
         packing = self.packing
         for (table, _), place in ((mine, there), (theirs, here)):
-            option = packing.problem.options[table][packing.chosen[table]]
+            option = packing.option(table)
             if mine[0] == theirs[0]:
                 return False
             if option.num_shards > 1:
@@ -222,14 +209,13 @@ class Search:
         return False
 
     def _whole(self, rank: int) -> list[int]:
-        options, chosen = self.packing.problem.options, self.packing.chosen
         on = sorted(self.packing.tables_on[rank])
-        return [table for table in on if options[table][chosen[table]].num_shards == 1]
+        return [table for table in on if self.packing.option(table).num_shards == 1]
 
-    def _shard(self, table: int) -> Array:
-        shards = self.packing.problem.options[table][self.packing.chosen[table]].shards
-        assert shards is not None, "a whole table is one shard"
-        return shards[0]
+    def _shard(self, table: int, number: int = 0) -> Array:
+        shards = self.packing.option(table).shards
+        assert shards is not None, "an option with shards"
+        return shards[number]
 
     # -- another option for a table that loads the worst rank --------------------------------
 
@@ -274,19 +260,13 @@ class Search:
             return float(packing.height(loads).max())
         assert option.shards is not None, "an option loads something"
         if option.num_shards == 1:
-            load = packing.loads[ranks[0]] + option.shards[0]
-            return (
-                max(float(packing.height(load)), float(packing.heights[worst]))
-                if (ranks[0] != worst)
-                else float(packing.height(load))
-            )
-        touched, where = np.unique(ranks, return_inverse=True)
-        loads = packing.loads[touched].copy()
-        np.add.at(loads, where, option.shards)
-        highest = float(packing.height(loads).max())
-        if worst not in ranks:
-            highest = max(highest, float(packing.heights[worst]))
-        return highest
+            highest = float(packing.height(packing.loads[ranks[0]] + option.shards[0]))
+        else:
+            touched, where = np.unique(ranks, return_inverse=True)
+            loads = packing.loads[touched].copy()
+            np.add.at(loads, where, option.shards)
+            highest = float(packing.height(loads).max())
+        return highest if worst in ranks else max(highest, float(packing.heights[worst]))
 
     # -- random changes, to leave a local optimum --------------------------------------------
 

@@ -68,12 +68,14 @@ class Packing:
             return np.asarray((loads / self._unit).max(-1))
         return self.height(loads)
 
+    def option(self, table: int) -> Option:
+        return self.problem.options[table][self.chosen[table]]
+
     # -- changing one table ------------------------------------------------------------------
 
     def take(self, table: int) -> None:
         """Take a table off its ranks."""
-        option = self.problem.options[table][self.chosen[table]]
-        ranks = self.ranks[table]
+        option, ranks = self.option(table), self.ranks[table]
         if option.everywhere is not None:
             self.loads -= option.everywhere
             self.tables_everywhere.discard(table)

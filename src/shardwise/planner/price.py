@@ -10,9 +10,8 @@ import numpy as np
 
 from shardwise.core.sizes import lengths
 from shardwise.embedding.plan import Plan
-from shardwise.lookup.messages import SHORT_BAGS
 from shardwise.lookup.tiling import Table
-from shardwise.planner.costs import ID_BYTES, Loads, Setting
+from shardwise.planner.costs import ID_BYTES, Loads, Setting, rows_pay
 from shardwise.planner.problem import Array, Ints, Mask
 from shardwise.planner.workload import TableUse, Workload
 
@@ -228,8 +227,7 @@ def _num_stacks(groups: Sequence[ShardGroup], num_ranks: int, width: Array) -> A
 def _by_id(groups: Sequence[ShardGroup], loads: Loads) -> Mask:
     """Which tables exchange ids and rows instead of sums.
 
-    Tables of one width whose rows are split over the same ranks decide together; see Note [Rows
-    instead of sums] in `lookup.messages`.
+    Tables of one width whose rows are split over the same ranks decide together.
     """
     found, first = np.zeros(len(groups), bool), _firsts(groups)
     together: dict[tuple[float, tuple[int, ...]], list[int]] = {}
@@ -239,8 +237,7 @@ def _by_id(groups: Sequence[ShardGroup], loads: Loads) -> Mask:
     for places in together.values():
         once = [i for i in places if first[i]]
         sums = loads.bags[once].sum() * groups[places[0]].holders
-        different, ids = loads.different[once].sum(), loads.ids[once].sum()
-        found[places] = different < sums and ids < SHORT_BAGS * sums
+        found[places] = rows_pay(loads.different[once].sum(), loads.ids[once].sum(), sums)
     return found
 
 
