@@ -11,7 +11,7 @@ from shardwise.errors import ArgumentError, LayoutError
 from shardwise.planner import Constants, NoPlanFits, plan, price, workload
 from shardwise.planner.exact import find_highs
 from shardwise.planner.explaining import bars, choices, compare, describe_result, limits, to_dict
-from shardwise.planner.planning import UNLIMITED, make_problem, plan_of
+from shardwise.planner.planning import UNLIMITED, make_problem, make_setting, plan_of
 from shardwise.planner.solve import solve
 
 TABLES = [
@@ -173,6 +173,13 @@ def test_many_tables_take_seconds():
     found = plan(tables, 32, hosts=4, batch=8192, gap=0.02)
     assert found.gap <= 0.02
     assert torch.get_num_threads() >= 1
+
+
+def test_every_holder_has_a_shard_on_any_number_of_ranks():
+    work = workload([Table("user", 10**8, 64)], **FIGURES)
+    (options,) = make_problem(work, make_setting(40_000, 1, "cpu", "sgd"), UNLIMITED).options
+    assert max(option.num_shards for option in options) == 32_768
+    assert all(option.num_shards in (0, option.what.holders) for option in options)
 
 
 def test_a_narrower_exchange_is_chosen_where_it_is_allowed_and_faster():

@@ -373,11 +373,8 @@ def kind_loads(loads: Loads, way: SplitKind) -> tuple[Array, Array | None]:
     return everywhere, shard
 
 
-_FIRST = np.zeros(1 << 14, np.int64)
-
-
 def _option(way: SplitKind, everywhere: Array | None, shard: Array, holders: int) -> Option:
-    shards = shard[None][_FIRST[:holders]] if holders else None
+    shards = shard[None].repeat(holders, 0) if holders else None
     named = way.kind in ("table_wise", "row_wise", "data_parallel")
     label = way.kind if named else f"{way.kind} on {way.holders}"
     return Option(label, everywhere, shards, ANY, True, way)

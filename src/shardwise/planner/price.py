@@ -118,7 +118,8 @@ def price(plan: Plan, work: Workload, setting: Setting) -> Price:
     sizes = np.array([group.size for group in groups], float)
     fraction = np.where(by_columns, 1.0, sizes / loads.rows)
     width = np.where(by_columns, sizes, loads.dim)
-    by_id = _by_id(groups, loads)
+    owners = _owners(groups)
+    by_id = _by_id(groups, owners, loads)
     held = loads.held(fraction, width, by_id)
     copied = loads.copied()
     rows = np.where(by_columns, loads.rows, sizes)
@@ -127,52 +128,55 @@ def price(plan: Plan, work: Workload, setting: Setting) -> Price:
     message, answers = _messages(loads, fraction, by_id)
     sent = answers * width * setting.sent_bytes
     exchange = (message + 2 * sent) * setting.owner_byte_s
-    sums = np.zeros((6, num))
+    compute_s, exchange_s, tables, states, buffers, rows_sent = np.zeros((6, num))
     for i, group in enumerate(groups):
-        here = group.ranks
+        here, use = group.ranks, work.uses[group.table]
+        tables[here] += params[i]
+        states[here] += state[i]
         if group.kind == "data_parallel":
-            buffer = copied[i, 1] - params[i] - state[i]
-            found = (copied[i, 0], 0.0, params[i], state[i], buffer, 0.0)
+            seconds, num_bytes = copied[i]
         else:
-            buffer = held[i, 1] - params[i] - state[i]
-            found = (held[i, 0] - exchange[i], exchange[i], params[i], state[i], buffer, sent[i])
-        sums[:, here] += np.asarray(found)[:, None]
-        if work.uses[group.table].below and _is_split(group):
+            seconds, num_bytes = held[i]
+            seconds -= exchange[i]
+            exchange_s[here] += exchange[i]
+            rows_sent[here] += sent[i]
+        compute_s[here] += seconds
+        buffers[here] += num_bytes - params[i] - state[i]
+        if use.below and owners[i]:
             # A sample says how many ids each part of the rows gets.
-            busy = _own_shares(groups, i, work.uses[group.table], num)
+            busy = _own_shares(groups, i, use, num)
             own = loads.only(i).held(fraction[i], width[i : i + 1], by_id[i : i + 1], busy)
-            sums[0, here] += own[:, 0] - held[i, 0]
-            sums[4, here] += own[:, 1] - held[i, 1]
+            compute_s[here] += own[:, 0] - held[i, 0]
+            buffers[here] += own[:, 1] - held[i, 1]
             if by_id[i] or not work.pooled:
-                sums[5, here] += sent[i] * (busy / fraction[i] - 1)
-    asking = _asking(groups, loads, by_id)
-    alone = 0 if num == 1 else 1
+                rows_sent[here] += sent[i] * (busy / fraction[i] - 1)
+    asking_s, asking_bytes = _asking(groups, loads, by_id)
+    several = int(num > 1)
     counts = np.array([_count(group, num) for group in groups])
     travels = np.array([group.kind != "data_parallel" for group in groups])
-    ids_sent, gradients_sent = ((counts * travels) @ np.stack([message, sent], 1)) / num * alone
+    ids_sent, gradients_sent = ((counts * travels) @ np.stack([message, sent], 1)) / num * several
     holders = np.array([group.holders for group in groups])
     cut = _firsts(groups) & by_columns & (holders > 1)
     copies = (loads.rows * (loads.dim + 1))[~travels].sum() * setting.number_bytes
-    stacks = _num_stacks(groups, num, width)
     c = setting.constants
-    more = c.lookup.call_s + c.update.call_s if c.width_s is None else c.width_s
-    num_groups = len({(loads.dim[i], own) for i, own in enumerate(_owners(groups)) if own})
+    width_s = c.lookup.call_s + c.update.call_s if c.width_s is None else c.width_s
+    num_groups = len({(loads.dim[i], own) for i, own in enumerate(owners) if own})
     shared_s = num_groups * c.group_s + (c.copies_s if num > 1 and not travels.all() else 0.0)
     return Price(
-        setting,
-        sums[0],
-        sums[1],
-        float(asking[0]),
-        np.maximum(stacks - 1, 0) * more + shared_s,
-        sums[2],
-        sums[3],
-        sums[4] + asking[1],
-        _counts_bytes(groups, work, num, width) * alone,
-        float(ids_sent),
-        sums[5] * alone,
-        float(gradients_sent),
-        float(copies) * alone,
-        float(loads.squares(holders)[cut].sum()) * setting.number_bytes * alone,
+        setting=setting,
+        compute_s=compute_s,
+        exchange_s=exchange_s,
+        asking_s=float(asking_s),
+        widths_s=np.maximum(_num_stacks(groups, num, width) - 1, 0) * width_s + shared_s,
+        tables=tables,
+        state=states,
+        buffers=buffers + asking_bytes,
+        counts_sent=_counts_bytes(groups, owners, work, num, width) * several,
+        ids_sent=float(ids_sent),
+        rows_sent=rows_sent * several,
+        gradients_sent=float(gradients_sent),
+        copies_sent=float(copies) * several,
+        squares_sent=float(loads.squares(holders)[cut].sum()) * setting.number_bytes * several,
     )
 
 
@@ -224,16 +228,16 @@ def _num_stacks(groups: Sequence[ShardGroup], num_ranks: int, width: Array) -> A
     return sum(stacks.values(), np.zeros(num_ranks))
 
 
-def _by_id(groups: Sequence[ShardGroup], loads: Loads) -> Mask:
+def _by_id(groups: Sequence[ShardGroup], owners: Sequence[tuple[int, ...]], loads: Loads) -> Mask:
     """Which tables exchange ids and rows instead of sums.
 
     Tables of one width whose rows are split over the same ranks decide together.
     """
     found, first = np.zeros(len(groups), bool), _firsts(groups)
     together: dict[tuple[float, tuple[int, ...]], list[int]] = {}
-    for i, owners in enumerate(_owners(groups)):
-        if owners and loads.setting.pooled:
-            together.setdefault((loads.dim[i], owners), []).append(i)
+    for i, own in enumerate(owners):
+        if own and loads.setting.pooled:
+            together.setdefault((loads.dim[i], own), []).append(i)
     for places in together.values():
         once = [i for i in places if first[i]]
         sums = loads.bags[once].sum() * groups[places[0]].holders
@@ -245,7 +249,7 @@ def _owners(groups: Sequence[ShardGroup]) -> list[tuple[int, ...]]:
     """Per group, the ranks that hold rows of its table; () if its rows are not split."""
     found: dict[int, tuple[int, ...]] = {}
     for group in groups:
-        if _is_split(group):
+        if group.kind not in ("column_wise", "data_parallel") and group.holders > 1:
             before = found.get(group.table, ())
             if isinstance(group.ranks, slice):
                 first = before[0] if before else group.ranks.start
@@ -255,15 +259,14 @@ def _owners(groups: Sequence[ShardGroup]) -> list[tuple[int, ...]]:
     return [found.get(group.table, ()) for group in groups]
 
 
-def _is_split(group: ShardGroup) -> bool:
-    return group.kind not in ("column_wise", "data_parallel") and group.holders > 1
-
-
 def _counts_bytes(
-    groups: Sequence[ShardGroup], work: Workload, num_ranks: int, width: Array
+    groups: Sequence[ShardGroup],
+    owners: Sequence[tuple[int, ...]],
+    work: Workload,
+    num_ranks: int,
+    width: Array,
 ) -> int:
     """Bytes of the exchange of counts; see `lookup.messages`."""
-    owners = _owners(groups)
     blocks: dict[tuple[int, tuple[int, ...]], Array] = {}
     for i, group in enumerate(groups):
         if group.kind != "data_parallel":
