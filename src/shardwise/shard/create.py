@@ -26,6 +26,9 @@ from shardwise.shard.spec import (
     by_boxes,
     check_ranks,
     device_type_of,
+)
+from shardwise.shard.tensor import GRAD_REDUCTIONS, ShardedTensor
+from shardwise.shard.tiling import (
     group_grid,
     group_ranks,
     is_outside,
@@ -33,7 +36,6 @@ from shardwise.shard.spec import (
     outside_tiling,
     shard_whole,
 )
-from shardwise.shard.tensor import GRAD_REDUCTIONS, ShardedTensor
 from shardwise.simulation.ranks import each_rank, localize, no_values
 
 

@@ -27,9 +27,9 @@ from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.lookup.ids import has_values
 from shardwise.redistribute.execute import Run, prepare
 from shardwise.redistribute.steps import find_steps
-from shardwise.shard import dispatch, table_lookup
+from shardwise.shard import table_lookup, unbacked
 from shardwise.shard.moves import ToLocalShard
-from shardwise.shard.spec import DimSplit, ShardingSpec, Tiling
+from shardwise.shard.spec import ShardingSpec
 from shardwise.shard.table_lookup import (
     LayerCall,
     Lookup,
@@ -38,6 +38,7 @@ from shardwise.shard.table_lookup import (
     traced,
 )
 from shardwise.shard.tensor import ShardedTensor, first_sharded, functions, spec_functions
+from shardwise.shard.tiling import DimSplit, Tiling
 from shardwise.simulation.ranks import (
     agreed,
     each_rank,
@@ -445,7 +446,7 @@ def _over_all(ours: Callable[..., Any]) -> Callable[..., Any]:
     """Our reduction of all values for an unbacked tensor, torch's elsewhere."""
 
     def run(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) == 1 and kwargs.keys() <= {"dtype"} and dispatch.is_unbacked(args[0]):
+        if len(args) == 1 and kwargs.keys() <= {"dtype"} and unbacked.is_unbacked(args[0]):
             return ours(args[0], **kwargs)
         return func(*args, **kwargs)
 
@@ -457,10 +458,10 @@ functions.update(
         F.embedding: _for_local_batch(embedding),
         F.embedding_bag: _for_local_batch(embedding_bag),
         F.linear: _for_local_batch(linear),
-        torch.sum: _over_all(dispatch.summed),
-        torch.Tensor.sum: _over_all(dispatch.summed),
-        torch.mean: _over_all(dispatch.mean),
-        torch.Tensor.mean: _over_all(dispatch.mean),
+        torch.sum: _over_all(unbacked.summed),
+        torch.Tensor.sum: _over_all(unbacked.summed),
+        torch.mean: _over_all(unbacked.mean),
+        torch.Tensor.mean: _over_all(unbacked.mean),
         torch.equal: _compare,
         torch.Tensor.equal: _compare,
         torch.allclose: _compare,

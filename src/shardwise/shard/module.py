@@ -36,11 +36,9 @@ from shardwise.shard.spec import (
     EnumerableShardingSpec,
     ShardingSpec,
     device_type_of,
-    group_grid,
-    group_ranks,
-    is_outside,
 )
 from shardwise.shard.tensor import ShardedTensor, group_of_load
+from shardwise.shard.tiling import group_grid, group_ranks, is_outside
 
 
 @dataclass(frozen=True, slots=True)

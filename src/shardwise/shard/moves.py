@@ -18,10 +18,8 @@ from shardwise.core.placements import Shard as ShardPlacement
 from shardwise.core.untraced import UntracedFunction, differentiated_once
 from shardwise.core.world import world_caches
 from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.shard.spec import (
-    EnumerableShardingSpec,
-    RankDevice,
-    ShardMetadata,
+from shardwise.shard.spec import EnumerableShardingSpec, RankDevice, ShardMetadata
+from shardwise.shard.tiling import (
     Tiling,
     group_grid,
     group_ranks,

@@ -29,15 +29,6 @@ from shardwise.effects import EffectOp, decode_call
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError, UnsupportedError
 from shardwise.lookup.exchange import ranks_present
 from shardwise.ops.lookup.rank_bags import unknown_length
-from shardwise.shard.dispatch import (
-    UnbackedSpec,
-    UnbackedTiling,
-    has_one_shard,
-    make_unbacked,
-    matching_local,
-    new_extent,
-    size_mismatch_text,
-)
 from shardwise.shard.functions import ScaleGradient, in_own_loss
 from shardwise.shard.moves import with_spec
 from shardwise.shard.spec import (
@@ -46,11 +37,19 @@ from shardwise.shard.spec import (
     decode_spec,
     device_type_of,
     encode_spec,
-    group_grid,
-    make_tiling,
 )
 from shardwise.shard.table_lookup import INSTEAD, WHAT
 from shardwise.shard.tensor import ShardedTensor
+from shardwise.shard.tiling import group_grid, make_tiling
+from shardwise.shard.unbacked import (
+    UnbackedSpec,
+    UnbackedTiling,
+    has_one_shard,
+    make_unbacked,
+    matching_local,
+    new_extent,
+    size_mismatch_text,
+)
 from shardwise.simulation.ranks import (
     one_tensor,
     part_per_rank,

@@ -39,16 +39,9 @@ from shardwise.lookup.tiling import Table, TableSplit
 from shardwise.lookup.tiling import make_tiling as make_table_tiling
 from shardwise.ops.lookup.rank_bags import times
 from shardwise.ops.lookup.row_sparse import make as make_row_sparse
-from shardwise.shard.spec import (
-    DimSplit,
-    Tiling,
-    decode_spec,
-    encode_spec,
-    local_of_shards,
-    make_tiling,
-    shards_of,
-)
+from shardwise.shard.spec import decode_spec, encode_spec
 from shardwise.shard.tensor import ShardedTensor
+from shardwise.shard.tiling import DimSplit, Tiling, local_of_shards, make_tiling, shards_of
 from shardwise.simulation.ranks import (
     on_plain_ranks,
     one_tensor,

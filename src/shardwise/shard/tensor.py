@@ -37,16 +37,7 @@ from shardwise.errors import (
     UnsupportedError,
     WorldError,
 )
-from shardwise.shard.dispatch import (
-    UnbackedSpec,
-    UnbackedToLocal,
-    as_tangent,
-    check_backed,
-    dispatch,
-    is_unbacked,
-    unflattened,
-    with_tiling,
-)
+from shardwise.shard.dispatch import dispatch, with_tiling
 from shardwise.shard.moves import (
     Reshard,
     ToLocalShard,
@@ -64,16 +55,26 @@ from shardwise.shard.spec import (
     ShardingSpec,
     ShardMetadata,
     TensorProperties,
-    Tiling,
     decode_spec,
     device_type_of,
     encode_spec,
+)
+from shardwise.shard.tiling import (
+    Tiling,
     group_grid,
     group_ranks,
     listed_spec,
     make_tiling,
     natural_spec,
     shard_whole,
+)
+from shardwise.shard.unbacked import (
+    UnbackedSpec,
+    UnbackedToLocal,
+    as_tangent,
+    check_backed,
+    is_unbacked,
+    unflattened,
 )
 from shardwise.simulation.ranks import check_saved_world, held_like, pack_parts, rank_values
 

@@ -17,8 +17,9 @@ from shardwise.errors import ArgumentError, ShardwiseError, UnsupportedError
 from shardwise.interop.torchrec.conversion import tables_from_torchrec
 from shardwise.lookup.optimizers import FusedOptimizer
 from shardwise.lookup.prefetch import PrefetchedBatch
-from shardwise.shard.spec import EnumerableShardingSpec, ShardMetadata, make_tiling
+from shardwise.shard.spec import EnumerableShardingSpec, ShardMetadata
 from shardwise.shard.tensor import ShardedTensor
+from shardwise.shard.tiling import make_tiling
 
 
 class PoolingType(Enum):
