@@ -7,7 +7,8 @@ import torch
 
 from shardwise import CheckpointError, CheckpointWarning
 from shardwise.checkpoint import Checkpoints
-from shardwise.checkpoint.index import INDEX_NAME, Claim
+from shardwise.checkpoint.claim import Claim
+from shardwise.checkpoint.index import INDEX_NAME
 
 
 @pytest.fixture

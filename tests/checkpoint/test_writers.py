@@ -15,7 +15,7 @@ import shardwise.checkpoint.index
 import shardwise.checkpoint.saving
 from shardwise import CheckpointError
 from shardwise.checkpoint import convert, load, save, save_async, verify
-from shardwise.checkpoint.index import Claim
+from shardwise.checkpoint.claim import Claim
 from shardwise.checkpoint.saving import ChunkToWrite, _keys
 from shardwise.core.box import Box
 

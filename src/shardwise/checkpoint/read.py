@@ -15,16 +15,15 @@ from typing import Any, BinaryIO
 
 import torch
 
+from shardwise.checkpoint.claim import Claim, half_name
 from shardwise.checkpoint.crew import Crew
 from shardwise.checkpoint.index import (
     INDEX_NAME,
-    Claim,
     Index,
     SavedChunk,
     SavedFile,
     SavedTensor,
     flat_node,
-    half_name,
     pack_index,
     read_index,
     saved_whole,

@@ -40,14 +40,13 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.claim import Claim, half_name
 from shardwise.checkpoint.crew import Crew, current_crew, pieces_of, reduced
 from shardwise.checkpoint.index import (
     INDEX_NAME,
-    Claim,
     SavedChunk,
     SavedFile,
     SavedTensor,
-    half_name,
     pack_index,
     read_index,
 )

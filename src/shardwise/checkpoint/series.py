@@ -12,8 +12,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.claim import remove_dead_halves
 from shardwise.checkpoint.crew import current_crew
-from shardwise.checkpoint.index import INDEX_NAME, remove_dead_halves
+from shardwise.checkpoint.index import INDEX_NAME
 from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.read import verify_together
 from shardwise.checkpoint.saving import COPY_BYTES, Saving, save, save_async, wait_for_saves
