@@ -11,8 +11,8 @@ from rich.console import Console
 from shardwise.cli.model import explain_step
 from shardwise.errors import ArgumentError
 from shardwise.report import Case, Mesh
-from shardwise.report.html import memory_table
 from shardwise.report.step import RankMemory
+from shardwise.report.tables import memory_table
 
 
 @pytest.fixture(scope="module")

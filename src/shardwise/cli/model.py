@@ -31,14 +31,14 @@ from shardwise.report import (
     write_html,
 )
 from shardwise.report.case import section_of
-from shardwise.report.html import (
+from shardwise.report.step import Collective, optimizer_tensors
+from shardwise.report.tables import (
     memory_table,
     outputs_table,
     parameters_table,
     parity_table,
     training_table,
 )
-from shardwise.report.step import Collective, optimizer_tensors
 from shardwise.simulation.world import play_one_rank, simulate
 from shardwise.testing.loop import (
     call,

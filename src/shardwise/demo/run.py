@@ -37,9 +37,10 @@ from shardwise.embedding import Plan
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.launch import Note, join, launch
 from shardwise.report import Mesh, report_step
-from shardwise.report.html import kinds_table, memory_table, write_html
+from shardwise.report.html import write_html
 from shardwise.report.parity import whole
 from shardwise.report.step import StepReport, optimizer_tensors
+from shardwise.report.tables import kinds_table, memory_table
 from shardwise.simulation.world import simulate
 from shardwise.testing.training import on_ranks
 
