@@ -29,7 +29,6 @@ from shardwise.lookup.optimizers import (
     FusedOptimizer,
     RowUpdate,
     add_distinct_rows,
-    optimizer_settings,
 )
 from shardwise.simulation.ranks import on_rank, present
 
@@ -238,7 +237,7 @@ class InBackward:
             )
         return {
             "optimizer": type(self.settings).__name__,
-            "settings": optimizer_settings(self.settings),
+            "settings": dict(vars(self.settings)),
             "num_steps": self.num_steps,
             "state": self._all_states(saved=True),
         }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -256,8 +256,3 @@ def _as_bytes(rows: torch.Tensor) -> np.ndarray:
     if rows.dtype == torch.bfloat16:  # which numpy does not have
         rows = rows.view(torch.int16)
     return rows.numpy().reshape(-1).view(f"V{num_bytes}")
-
-
-def optimizer_settings(optimizer: FusedOptimizer) -> dict[str, Any]:
-    """The settings as plain data, for a checkpoint."""
-    return dict(vars(optimizer))

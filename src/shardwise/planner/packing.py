@@ -234,7 +234,7 @@ def packed(
     relative = peaks[:, 1:] / np.maximum(problem.capacity, 1.0)
     share = np.maximum(relative.max(1) if memory_first else 0.0, peaks[:, 0] / max(scale_s, 1e-12))
     options = [each[choice] for each, choice in zip(problem.options, chosen, strict=True)]
-    turn = [0 if o.shards is None else 1 if o.scope == BLOCK else 2 for o in options]
+    turn = np.array([0 if o.shards is None else 1 if o.scope == BLOCK else 2 for o in options])
     order = np.lexsort((np.arange(len(chosen)), -share, turn)).tolist()
     filled = packing.fill(chosen, order)
     packing.balance = False

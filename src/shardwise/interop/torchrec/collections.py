@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -408,7 +409,7 @@ class KeyedJaggedTensor(JaggedTensor):
         return [int(each.sum()) for each in lengths]
 
     def offset_per_key(self) -> list[int]:
-        return _running(self.length_per_key())
+        return list(itertools.accumulate(self.length_per_key(), initial=0))
 
     def to_dict(self) -> dict[str, JaggedTensor]:
         return dict(self._items())
@@ -433,10 +434,9 @@ class KeyedJaggedTensor(JaggedTensor):
                 f"split({list(segments)}) asks for {sum(segments)} keys of a batch that has "
                 f"{len(self._keys)}."
             )
-        return [
-            self.permute(range(start, start + number))
-            for start, number in zip(_running(segments), segments, strict=False)
-        ]
+        starts = itertools.accumulate(segments, initial=0)
+        pairs = zip(starts, segments, strict=False)
+        return [self.permute(range(start, start + number)) for start, number in pairs]
 
     def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:
         """The keys in another order; a key may occur several times."""
@@ -539,7 +539,7 @@ class KeyedTensor:
         return self._lengths
 
     def offset_per_key(self) -> list[int]:
-        return _running(self._lengths)
+        return list(itertools.accumulate(self._lengths, initial=0))
 
     def to_dict(self) -> dict[str, torch.Tensor]:
         if self._by_key is None:
@@ -574,13 +574,6 @@ class KeyedTensor:
 
     def __repr__(self) -> str:
         return f"KeyedTensor({self.to_dict()})"
-
-
-def _running(lengths: Sequence[int]) -> list[int]:
-    found = [0]
-    for length in lengths:
-        found.append(found[-1] + length)
-    return found
 
 
 def _mover(device: torch.device | str, non_blocking: bool) -> Any:
