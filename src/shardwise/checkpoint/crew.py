@@ -43,7 +43,7 @@ class Crew:
         """Whether this process does the steps that only one process may do."""
         return self.present[0] == 0 and (self.faults is None or 0 not in self.faults.killed)
 
-    def exchange(self, mine: Sequence[T], what: str = "exchanges values") -> list[T]:
+    def exchange(self, mine: Sequence[T], what: str) -> list[T]:
         """All-gather: one value per rank present becomes one value per rank.
 
         `what` names the step. Ranks in different steps, such as one that saves while another

@@ -44,7 +44,7 @@ class Place:
 
 
 class Places:
-    """Tells the place of what runs now; `mark` is called with each op."""
+    """Tells the place of what runs now, if `mark` is called at each op."""
 
     def __init__(self) -> None:
         #: The modules that were called from outside any module, with their paths.
@@ -59,7 +59,7 @@ class Places:
         self.inside = False
 
     def mark(self) -> None:
-        """Called with each op: records for which module nodes were made since the last."""
+        """Record the module and line that made the autograd nodes since the last call."""
         if threading.get_ident() != self._thread:
             return  # sequence numbers are per thread
         number = next_node_number()

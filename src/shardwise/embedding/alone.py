@@ -186,7 +186,8 @@ class OneRankBatch(PrefetchedBatch):
         self.updated: InBackward | None = None
         self._general: PrefetchedBatch | None = None
         ids = batch.values.contiguous()
-        self.bags = IdBags(ids, batch.offsets.contiguous(), *form[2:5])
+        offsets = batch.offsets.contiguous()
+        self.bags = IdBags(ids, offsets, form.first_bag, form.max_bags, form.rows)
         self.is_captured = is_captured(ids.device)
         self.record = alone.records.take()
         check_bags(form.tables, self.bags, self.record.numbers, padded=batch.padded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -122,8 +123,11 @@ def plan(
     if exchange_dtype is not None and num_ranks > 1:
         settings.append(replace(setting, exchange_dtype=exchange_dtype))
 
+    search = functools.partial(solve, gap=gap, seconds=seconds, exact=solver, tell=tell)
+
     def run() -> PlanResult:
-        return _best_of(work, settings, memory, seconds, gap, solver, tell)
+        found = _best_of(work, settings, _checked_memory(memory), search)
+        return _settled(found, gap, seconds)
 
     group = _real_group(mesh)
     return run() if group is None else _on_first_rank(run, group)
@@ -205,21 +209,14 @@ def _on_first_rank(run: Callable[[], PlanResult], group: Any) -> PlanResult:
 
 
 def _best_of(
-    work: Workload,
-    settings: Sequence[Setting],
-    memory: float | None,
-    seconds: float | None,
-    gap: float,
-    solver: bool,
-    tell: Callable[[Progress], None] | None,
+    work: Workload, settings: Sequence[Setting], limit: float, search: Callable[..., Solution]
 ) -> PlanResult:
     """The plan with the dtype of exchanges whose bound is lower; the first if they are equal."""
-    limit = _checked_memory(memory)
     bounds = [_bound_s(work, each, limit) if len(settings) > 1 else 0.0 for each in settings]
     failed: NoPlanFits | None = None
     for number in sorted(range(len(settings)), key=lambda i: bounds[i]):
         try:
-            found = _planned(work, settings[number], limit, seconds, gap, solver, tell)
+            found = _planned(work, settings[number], limit, search)
         except NoPlanFits as error:
             failed = failed or error
             continue
@@ -228,8 +225,7 @@ def _best_of(
             even = replace(work, uses=tuple(replace(use, below=()) for use in work.uses))
             others += [_bound_s(even, each, limit) for each in settings]
         allowed = settings[-1].exchange_dtype
-        found = replace(found, other_bound_s=min(others, default=np.inf), allowed_dtype=allowed)
-        return _settled(found, gap, seconds)
+        return replace(found, other_bound_s=min(others, default=np.inf), allowed_dtype=allowed)
     assert failed is not None, "a setting was tried"
     raise failed
 
@@ -243,27 +239,18 @@ def _bound_s(work: Workload, setting: Setting, limit: float) -> float:
 
 
 def _planned(
-    work: Workload,
-    setting: Setting,
-    limit: float,
-    seconds: float | None,
-    gap: float,
-    solver: bool,
-    tell: Callable[[Progress], None] | None,
+    work: Workload, setting: Setting, limit: float, search: Callable[..., Solution]
 ) -> PlanResult:
     try:
         problem = make_problem(work, setting, limit)
         baseline = _table_wise(problem, work, setting, limit)
-        starts = [] if baseline is None else [baseline[1]]
-        solution = solve(problem, gap=gap, seconds=seconds, starts=starts, exact=solver, tell=tell)
+        solution = search(problem, starts=[] if baseline is None else [baseline[1]])
     except NoPlanFits as error:
         raise NoPlanFits(f"{error} {what_would_fit(work, setting, limit)}") from None
     found = plan_of(solution.assignment, work, setting)
     priced = price(found, work, setting)
-    return PlanResult(
-        found, work, setting, limit, priced, problem, solution,
-        None if baseline is None else baseline[0],
-    )  # fmt: skip
+    table_wise_s = None if baseline is None else baseline[0]
+    return PlanResult(found, work, setting, limit, priced, problem, solution, table_wise_s)
 
 
 def _checked_memory(memory: float | None) -> float:
@@ -284,18 +271,15 @@ def make_problem(work: Workload, setting: Setting, memory: float) -> Problem:
             f"No plan fits into {show_bytes(memory)} per rank: outputs and exchanged ids alone "
             f"take {show_bytes(common[1])}. A smaller batch needs less."
         )
-    base = setting.base_s + common[0]
-    at_once = cores_at_once(setting)
-    names = [use.table.name for use in work.uses]
     return Problem(
-        names,
-        made.options,
-        setting.num_ranks,
-        np.array([left]),
-        setting.ranks_per_host,
-        base,
-        at_once,
-        made.flat,
+        names=[use.table.name for use in work.uses],
+        options=made.options,
+        num_ranks=setting.num_ranks,
+        capacity=np.array([left]),
+        ranks_per_host=setting.ranks_per_host,
+        base_s=setting.base_s + common[0],
+        at_once=cores_at_once(setting),
+        given_flat=made.flat,
     )
 
 

@@ -59,7 +59,7 @@ class Settling:
     ) -> None:
         problem = self.problem = plan.problem
         self._end = np.inf if seconds is None else time.process_time() + seconds
-        #: No rank may take longer without kernel calls.
+        #: The largest load that a rank may have, without the costs of Note [Settling].
         self._most = np.concatenate([[most_s - problem.base_s], problem.capacity]) * (1 + 1e-9)
         c = setting.constants
         self._call_s = c.lookup.call_s + c.update.call_s if c.width_s is None else c.width_s
