@@ -22,7 +22,7 @@ from __future__ import annotations
 import importlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,6 +174,10 @@ class _Used:
     #: How many shards a column of `at` stands for.
     times: int = 1
 
+    def on_host(self, host: int, ranks_per_host: int) -> list[int]:
+        """The columns of the ranks of a host."""
+        return [column for rank, column in self.at.items() if rank // ranks_per_host == host]
+
 
 class ExactProblem:
     """One problem with the options that are left, as a mixed-integer program."""
@@ -197,7 +201,7 @@ class ExactProblem:
         low, high = (bound_s - self.base_s) / self.scale_s, 1.0
         self.span = self.model.column(high, cost=1.0, lower=max(0.0, low), whole=False)
         width = 1 + len(problem.capacity)
-        self._terms: list[list[tuple[list[int], list[float]]]] = [
+        self._terms: list[list[_Terms]] = [
             [([], []) for _ in range(problem.num_hosts if by_host else num)] for _ in range(width)
         ]
         order = self._order(allowed)
@@ -281,8 +285,7 @@ class ExactProblem:
                 continue
             for local in range(per_host):
                 self._load(host * per_host + local, column, least[local])
-        columns = list(used.at.values())
-        model.row([*columns, used.pick], [1.0] * len(columns) + [-float(num)], 0.0, 0.0)
+        self._sum_to(num, used.at.values(), used.pick)
 
     def _add_on_hosts(self, used: _Used, hosts: int) -> None:
         model, problem, option = self.model, self.problem, used.option
@@ -295,8 +298,7 @@ class ExactProblem:
         for host in range(hosts):
             used.at[host] = model.column(float(most))
             self._load(host, used.at[host], least)
-        columns = list(used.at.values())
-        model.row([*columns, used.pick], [1.0] * len(columns) + [-float(count)], 0.0, 0.0)
+        self._sum_to(count, used.at.values(), used.pick)
 
     def _add_shards(self, used: _Used, ranks: int, hosts: int, local: int) -> None:
         model, problem, option = self.model, self.problem, used.option
@@ -309,27 +311,30 @@ class ExactProblem:
             if self._rank_allowed(rank, ranks, hosts, local):
                 column = used.at[rank] = model.column(most)
                 self._load(rank, column, least)
-        columns = list(used.at.values())
-        model.row([*columns, used.pick], [1.0] * len(columns) + [-float(num)], 0.0, 0.0)
+        self._sum_to(num, used.at.values(), used.pick)
         if num > 1 and option.scope == HOST and problem.num_hosts > 1:
-            per_host = problem.ranks_per_host
             picks = []
             for host in range(hosts):
-                on = [used.at[r] for r in used.at if r // per_host == host]
+                on = used.on_host(host, problem.ranks_per_host)
                 picks.append(model.column(1.0))
                 model.row([*on, picks[-1]], [1.0] * len(on) + [-float(num)], -np.inf, 0.0)
-            model.row([*picks, used.pick], [1.0] * len(picks) + [-1.0], 0.0, 0.0)
+            self._sum_to(1, picks, used.pick)
         elif num == 1 and problem.num_hosts > 1:
             # The solver branches on hosts before it does on ranks.
-            per_host = problem.ranks_per_host
             for host in range(problem.num_hosts):
-                on = [used.at[r] for r in used.at if r // per_host == host]
+                on = used.on_host(host, problem.ranks_per_host)
                 if on:
                     used.hosts[host] = model.column(1.0)
-                    model.row([*on, used.hosts[host]], [1.0] * len(on) + [-1.0], 0.0, 0.0)
+                    self._sum_to(1, on, used.hosts[host])
         elif num > 1 and option.distinct:
-            for column in columns:
+            for column in used.at.values():
                 model.row([column, used.pick], [1.0, -1.0], -np.inf, 0.0)
+
+    def _sum_to(self, total: int, columns: Iterable[int], pick: int) -> None:
+        """The columns add up to the total where `pick` is 1, and to 0 where it is 0."""
+        summed = list(columns)
+        values = [1.0] * len(summed) + [-float(total)]
+        self.model.row([*summed, pick], values, 0.0, 0.0)
 
     def _load(self, rank: int, column: int, load: Array) -> None:
         for kind, value in enumerate(load.tolist()):
@@ -367,18 +372,20 @@ class ExactProblem:
     def _cut(self, host: int) -> None:
         """See Note [Pigeonholes]."""
         model, problem = self.model, self.problem
-        span = ([self.span], [-1.0])
         for kind in range(len(self._terms) if self.by_host else 1):
             shared, alone, sizes = self._on_host(host, kind)
-            end, most = (span, 0.0) if kind == 0 else (([], []), 1.0)
+            end: _Terms = ([self.span], [-1.0]) if kind == 0 else ([], [])
+            most = 0.0 if kind == 0 else 1.0
             if kind and sum(shared[1]) + sum(sum(v) for _, v in alone.values()) <= most:
                 continue
             for columns, values in alone.values():
                 row = [*shared[0], *columns, *end[0]]
                 model.row(row, [*shared[1], *values, *end[1]], -np.inf, most)
+            if kind:
+                continue
             levels = sorted(sizes, reverse=True)
             places = np.linspace(0, len(levels) - 1, _SIZES).astype(int) if levels else ()
-            for size in [levels[i] for i in sorted(set(places))] if kind == 0 else []:
+            for size in [levels[i] for i in sorted(set(places))]:
                 large = [pair for s in levels if s >= size for pair in sizes[s]]
                 columns = [column for column, _ in large]
                 share = [times / problem.ranks_per_host for _, times in large]
@@ -414,7 +421,7 @@ class ExactProblem:
             elif num_hosts == 1 and option.num_shards == 1:
                 columns = [used.pick]
             else:
-                columns = [c for rank, c in used.at.items() if rank // per_host == host]
+                columns = used.on_host(host, per_host)
             if size:
                 sizes.setdefault(size, []).extend((column, used.times) for column in columns)
             if option.num_shards == 1:
