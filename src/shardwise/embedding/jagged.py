@@ -290,7 +290,11 @@ class Jagged:
         return [bag.tolist() for bag in values.split(lengths.tolist())]
 
     def of_feature(self, feature: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ids of one feature, and the lengths of its bags."""
+        """The ids of one feature, and the lengths of its bags.
+
+        >>> Jagged.from_lists({"user": [[7], []], "item": [[8], [9, 1]]}).of_feature("item")
+        (tensor([8, 9, 1]), tensor([1, 2]))
+        """
         sizes, place = num_bags(self), self.features.index(feature)
         first = sum(sizes[:place])
         lengths = self.lengths[first : first + sizes[place]]

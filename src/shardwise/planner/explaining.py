@@ -100,10 +100,7 @@ def _choice(result: PlanResult, packing: Packing, table: int) -> TableChoice:
         if number == mine or where is None:
             continue
         loads = packing.loads.copy()
-        if option.everywhere is not None:
-            loads += option.everywhere
-        if option.shards is not None:
-            np.add.at(loads, where, option.shards)
+        option.add_to(loads, where)
         if (loads[:, 1:] <= problem.capacity * (1 + 1e-9)).all():
             costs[number] = cost_of(problem, loads)
     packing.put(table, mine, ranks)

@@ -254,9 +254,8 @@ class Search:
         """The highest of the worst rank and those that the option loads."""
         packing = self.packing
         if option.everywhere is not None:
-            loads = packing.loads + option.everywhere
-            if option.shards is not None:
-                np.add.at(loads, ranks, option.shards)
+            loads = packing.loads.copy()
+            option.add_to(loads, ranks)
             return float(packing.height(loads).max())
         assert option.shards is not None, "an option loads something"
         if option.num_shards == 1:

@@ -81,20 +81,18 @@ class Packing:
             self.tables_everywhere.discard(table)
         if option.shards is not None:
             np.subtract.at(self.loads, ranks, option.shards)
-            for rank in ranks.tolist():
-                self.tables_on[rank].discard(table)
+        for rank in ranks.tolist():
+            self.tables_on[rank].discard(table)
         self._refresh(option, ranks)
 
     def put(self, table: int, choice: int, ranks: Ints) -> None:
         option = self.problem.options[table][choice]
         self.chosen[table], self.ranks[table] = choice, ranks
+        option.add_to(self.loads, ranks)
         if option.everywhere is not None:
-            self.loads += option.everywhere
             self.tables_everywhere.add(table)
-        if option.shards is not None:
-            np.add.at(self.loads, ranks, option.shards)
-            for rank in ranks.tolist():
-                self.tables_on[rank].add(table)
+        for rank in ranks.tolist():
+            self.tables_on[rank].add(table)
         self._refresh(option, ranks)
 
     def _refresh(self, option: Option, ranks: Ints) -> None:

@@ -52,6 +52,13 @@ class Option:
     def num_shards(self) -> int:
         return 0 if self.shards is None else len(self.shards)
 
+    def add_to(self, loads: Array, ranks: Ints) -> None:
+        """Add its loads to those of all ranks, with its shards on `ranks`."""
+        if self.everywhere is not None:
+            loads += self.everywhere
+        if self.shards is not None:
+            np.add.at(loads, ranks, self.shards)
+
 
 @dataclass(frozen=True, eq=False)
 class Problem:
@@ -148,11 +155,7 @@ class Assignment:
         problem = self.problem
         found = np.zeros((problem.num_ranks, 1 + len(problem.capacity)))
         for table, ranks in enumerate(self.ranks):
-            option = self.option(table)
-            if option.everywhere is not None:
-                found += option.everywhere
-            if option.shards is not None:
-                np.add.at(found, ranks, option.shards)
+            self.option(table).add_to(found, ranks)
         return found
 
     def cost(self) -> float:
