@@ -73,3 +73,13 @@ def weights_that_train_on_one_rank(plan, optimizer):
         batch.weights = batch.weights.requires_grad_()
     cases.loss_of(collection(batch)).backward()
     return None if batch.weights is None else batch.weights.grad
+
+
+def without_autograd_on_one_rank(plan, optimizer, compiled):
+    """Rank 1 looks up under `no_grad`."""
+    torch._dynamo.reset()
+    mesh = shardwise.init_device_mesh("cpu", (2,))
+    collection = cases.make(optimizer=optimizer).shard(mesh, plan)
+    run = torch.compile(collection, backend="aot_eager") if compiled else collection
+    with torch.set_grad_enabled(dist.get_rank() == 0):
+        cases.loss_of(run(cases.batch(dist.get_rank()))).backward()

@@ -77,6 +77,18 @@ def test_weights_that_train_on_one_rank_where_tables_are_frozen(two_processes, p
     assert_close(found, batch.weights.grad)
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("plan", ["row_wise", cases.MIXED_ON_TWO, "data_parallel"])
+@pytest.mark.parametrize("optimizer", [None, SGD(0.1)], ids=["torch", "fused"])
+def test_a_rank_without_autograd(two_processes, plan, optimizer, compiled):
+    args = local_cases.without_autograd_on_one_rank, plan, optimizer, compiled
+    first, second = two_processes.run(*args)
+    assert first.kind.__name__ == second.kind.__name__ == "RankMismatchError"
+    assert first.message == second.message
+    assert "rank 0 will need the backward of all ranks, and rank 1 cannot" in first.message
+
+
 SAME = ("a", "b"), ("a", "b")
 
 

@@ -510,3 +510,47 @@ def bags_that_train_on_one_rank(dim, name):
         return
     found, expected = module.weight.grad._local, alone.weight.grad
     torch.testing.assert_close(found, expected.tensor_split([4] if not dim else 2, dim)[1])
+
+
+def _laid_out():
+    """A layer without sharded weights, whose output is laid out over both ranks."""
+    layer = nn.Linear(6, 6)
+    spec = {"": chunks(0, 0, 1)}
+    return shard_module(layer, ShardingPlan({}, output_plan=spec, return_local_tensor=[""]))
+
+
+def _sharded(layer):
+    return shard_module(layer, ShardingPlan({"weight": chunks(0, 0, 1)}))
+
+
+#: Modules whose backward needs all ranks, and an input of each.
+NEED_ALL_RANKS = {
+    "embedding": (lambda: _sharded(nn.Embedding(7, 6)), torch.tensor([1, 6])),
+    "bags": (lambda: _sharded(nn.EmbeddingBag(7, 6, mode="sum")), torch.tensor([[1, 6]])),
+    "max": (lambda: _sharded(nn.EmbeddingBag(7, 6, mode="max")), torch.tensor([[1, 6]])),
+    "linear": (lambda: _sharded(nn.Linear(6, 5)), torch.ones(2, 6)),
+    "output": (_laid_out, torch.ones(2, 6)),
+}
+
+
+def without_backward_on_one_rank(name, how, compiled):
+    """In two processes, rank 0 records no backward, and rank 1 does."""
+    torch._dynamo.reset()
+    make, given = NEED_ALL_RANKS[name]
+    module, first = make(), dist.get_rank() == 0
+    if how == "frozen":
+        module.requires_grad_(not first)
+    run = torch.compile(module, backend="aot_eager") if compiled else module
+    with torch.set_grad_enabled(how == "frozen" or not first):
+        run(given).sum().backward()
+
+
+def output_that_trains_on_one_rank():
+    """In two processes: the gradients of a layer that rank 1 alone trains, laid out over both."""
+    module, last = _laid_out(), dist.get_rank() == 1
+    module.requires_grad_(last)
+    module(torch.ones(2, 6)).sum().backward()
+    if last:
+        torch.testing.assert_close(module.bias.grad, torch.full((6,), 2.0))
+    else:
+        assert module.bias.grad is None

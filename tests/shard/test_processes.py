@@ -4,7 +4,7 @@ import pytest
 import shard_programs as programs
 from both_worlds import assert_close, both
 
-from shardwise.errors import LayoutError, PlanError
+from shardwise.errors import LayoutError, PlanError, RankMismatchError
 
 pytestmark = pytest.mark.processes
 
@@ -128,3 +128,22 @@ def test_weights_that_train_on_some_ranks(processes, dim):
 @pytest.mark.parametrize("name", programs.TRAINED_ALONE)
 def test_bags_that_train_on_one_rank(two_processes, dim, name):
     two_processes(programs.bags_that_train_on_one_rank, dim, name, timeout_s=40)
+
+
+def test_an_output_that_trains_on_one_rank(two_processes):
+    two_processes(programs.output_that_trains_on_one_rank, timeout_s=40)
+
+
+@pytest.mark.parametrize("name", programs.NEED_ALL_RANKS)
+@pytest.mark.parametrize(
+    ("how", "compiled"), [("no_grad", False), ("no_grad", True), ("frozen", True)]
+)
+def test_a_rank_that_records_no_backward(two_processes, name, how, compiled):
+    """All ranks say so in forward: else those that need its backward wait for it."""
+    args = programs.without_backward_on_one_rank, name, how, compiled
+    answers = two_processes.run(*args, timeout_s=60)
+    assert len({answer.message for answer in answers}) == 1
+    for answer in answers:
+        assert issubclass(answer.kind, RankMismatchError)
+        assert "rank 1 will need the backward of all ranks, and rank 0 cannot" in answer.message
+    assert two_processes(programs.sum_over_ranks) == [1] * 2

@@ -20,7 +20,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,7 +29,7 @@ from shardwise.comm import collectives
 from shardwise.comm.watch import because
 from shardwise.core.encode import source_digest
 from shardwise.core.mesh import Coordinate, Grid
-from shardwise.errors import CollectiveError, LayoutError, ShardwiseError
+from shardwise.errors import CollectiveError, LayoutError, RankMismatchError, ShardwiseError
 from shardwise.simulation.ranks import by_rank, each_rank, localize, one_part, parts_of
 from shardwise.simulation.roster import spans
 
@@ -138,6 +138,30 @@ def _fault_in(row: bytes) -> tuple[int, Fault]:
     said = row[_RANK_BYTES:].rstrip(b"\0").decode(errors="backslashreplace")
     name, _, text = said.partition("\0")
     return int.from_bytes(row[:_RANK_BYTES], "little"), Fault(text, _ERRORS.get(name, RuntimeError))
+
+
+def backward_error(
+    lead: str, ranks: Sequence[int], needs: Sequence[Any], lacks: Sequence[Any]
+) -> Exception | None:
+    """The error that all ranks raise where one `needs` the backward of a rank that `lacks` one.
+
+    Both have an entry for each of `ranks`, and are the same on all of them.
+    """
+    if not (any(needs) and any(lacks)):
+        return None
+
+    def named(flags: Sequence[Any]) -> str:
+        found = [rank for rank, flag in zip(ranks, flags, strict=True) if flag]
+        return f"rank{'s' if len(found) > 1 else ''} {spans(found)}"
+
+    return _marked(
+        RankMismatchError(
+            f"{lead}{named(needs)} will need the backward of all ranks, and {named(lacks)} cannot "
+            "run one: autograd is off there (torch.no_grad or inference_mode), or, in compiled "
+            "code, nothing requires grad there. Run all ranks with autograd or none; in compiled "
+            "code, freeze a weight on all ranks or on none."
+        )
+    )
 
 
 # -- gathering ------------------------------------------------------------------------------------

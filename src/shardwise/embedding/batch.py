@@ -40,6 +40,7 @@ def bags_of(
     weights_train: bool,
     side_by_side: bool,
     needs_backward: bool = False,
+    no_backward: bool = False,
 ) -> FeatureBags | Fault:
     """The bags of one rank, in the order in which the tables declare their features.
 
@@ -71,6 +72,7 @@ def bags_of(
         weights_train=weights_train,
         num_given=batch.values.shape[0],
         needs_backward=needs_backward,
+        no_backward=no_backward,
     )
     return bags if is_valid else _ids_fault(bags, features) or bags
 
@@ -247,7 +249,11 @@ def prefetch_batch(
             return refused(checked) if isinstance(checked, Fault) else checked
 
     def bags(mine: Jagged) -> FeatureBags | Fault:
-        options = {"weights_train": train, "needs_backward": train or tables_train}
+        options = {
+            "weights_train": train,
+            "needs_backward": train or tables_train,
+            "no_backward": not may_train,
+        }
         try:
             return bags_of(route.features, mine, side_by_side=side_by_side, **options)
         except Exception as error:

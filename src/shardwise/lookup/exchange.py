@@ -176,6 +176,8 @@ class FeatureBags:
     num_given: int = 0
     #: Whether backward of this rank needs that of all others, whatever those train.
     needs_backward: bool = False
+    #: Whether this rank records no backward, so that it cannot take part in that of the others.
+    no_backward: bool = False
 
     def ids_of(self, feature: int) -> torch.Tensor:
         return self.values[self.ids_from[feature] : self.ids_to[feature]]
@@ -192,13 +194,13 @@ def bags_of_one(
     *,
     weights_train: bool,
     needs_backward: bool,
+    no_backward: bool,
 ) -> FeatureBags:
     """The bags of a single feature."""
     num, zero = ids.shape[0], np.array([0])
     ends, bags = np.array([num]), np.array([lengths.shape[0]])
-    return FeatureBags(
-        ids, lengths, weights, zero, ends, zero, bags, weights_train, num, needs_backward
-    )
+    given = ids, lengths, weights, zero, ends, zero, bags
+    return FeatureBags(*given, weights_train, num, needs_backward, no_backward)
 
 
 #: The largest share of different ids with which it pays to leave out those that repeat.

@@ -43,8 +43,9 @@ from shardwise.lookup.routing import LegBlock, OutputPiece, Route, RowGroup, row
 
 #: Ids per bag and owner, up to which a rank looks for those that repeat.
 SHORT_BAGS = 2
-#: Flags of a rank's note: it has weights of ids, they require grad, its backward needs all ranks.
-WEIGHTED, WEIGHTS_TRAIN, NEEDS_BACKWARD = 1, 2, 4
+#: Flags of a rank's note: it has weights of ids, they require grad, its backward needs all ranks,
+#: it records no backward.
+WEIGHTED, WEIGHTS_TRAIN, NEEDS_BACKWARD, NO_BACKWARD = 1, 2, 4, 8
 
 
 class SplitIds:
@@ -247,6 +248,7 @@ class RankBatch:
             WEIGHTED * (bags.weights is not None)
             + WEIGHTS_TRAIN * bags.weights_train
             + NEEDS_BACKWARD * bags.needs_backward
+            + NO_BACKWARD * bags.no_backward
         )
         return note
 

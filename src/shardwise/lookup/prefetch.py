@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.comm.agreement import Fault, Faults, Meeting, joint_error
+from shardwise.comm.agreement import Fault, Faults, Meeting, backward_error, joint_error
 from shardwise.comm.watch import because
 from shardwise.core.mesh import Grid
 from shardwise.errors import BatchError, ShardwiseError
@@ -31,7 +31,7 @@ from shardwise.lookup.exchange import (
     ranks_present,
     start_exchange,
 )
-from shardwise.lookup.messages import RankBatch, groups_by_id
+from shardwise.lookup.messages import NEEDS_BACKWARD, NO_BACKWARD, RankBatch, groups_by_id
 from shardwise.lookup.routing import Route
 from shardwise.simulation.ranks import one_tensor, part_per_rank, present
 
@@ -73,6 +73,7 @@ class PrefetchedBatch:
         self._exchange: torch.Tensor | None = None
         self._has_arrived = False
         if grid is not None and route.num_ranks > 1:
+            self._lead = lead
             self._faults = Faults(grid, "what is wrong with a batch", lead)
             self._meeting = self._meet(grid, made)
             return
@@ -113,19 +114,31 @@ class PrefetchedBatch:
         everyones = part_per_rank(self.grid, told)
         groups = [(everyones[places[0]], places) for places in places_together(self.grid)]
         statuses = [status for told, _ in groups for status in told[:, 0].tolist()]
-        self._error = self._faults.error(statuses)
+        arrived = [note.numpy() for note in part_per_rank(self.grid, notes)]
+        self._error = self._faults.error(statuses) or self._backward_error(arrived)
         if self._error is not None:
             return
-        arrived = part_per_rank(self.grid, notes)
         sizes: list[list[int]] = [[] for _ in arrived]
         for told, places in groups:
             by_id = groups_by_id(self.route, told[:, 1:].numpy())
             for place in places:
-                sizes[place] = self._batches[place].expect(arrived[place].numpy(), by_id)
+                sizes[place] = self._batches[place].expect(arrived[place], by_id)
         if self.route.travels:
             messages, sent = zip(*(batch.messages() for batch in self._batches), strict=True)
             with because("ids of a batch", implicit=False):
                 self._exchange = start_exchange(self.grid, messages, sent, sizes)
+
+    def _backward_error(self, arrived: Sequence[np.ndarray]) -> Exception | None:
+        """What all ranks raise if some cannot take part in the backward of others."""
+        assert self.grid is not None, "a batch that is sent has a mesh"
+        for flags, rank in zip(
+            [notes[:, -1] for notes in arrived], present(self.grid), strict=True
+        ):
+            needs, lacks = flags & NEEDS_BACKWARD, flags & NO_BACKWARD
+            if lacks.any() and needs.any():
+                (ranks,) = [each for each in self.grid.submeshes if rank in each]
+                return backward_error(self._lead or "A collection: ", ranks, needs, lacks)
+        return None
 
     def check(self) -> None:
         """Send the ids; raise if the batch is invalid on any rank."""

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.comm import collectives
-from shardwise.comm.agreement import gather_numbers
+from shardwise.comm.agreement import backward_error, gather_numbers
 from shardwise.comm.watch import because
 from shardwise.core.layout import contiguous_stride, make_layout, shard_with
 from shardwise.core.mesh import Grid
@@ -71,15 +71,21 @@ def linear(
     trained = [each.requires_grad and torch.is_grad_enabled() for each in operands]
 
     def describe(mine: torch.Tensor) -> tuple[Sequence[int], str | None]:
-        nothing = [0] * (1 + len(trained))
+        nothing = [0] * (2 + len(trained))
         if not mine.dim() or mine.shape[-1] != in_features or mine.dtype != weight.dtype:
             return nothing, (
                 f"inputs have shape (..., {in_features}) and dtype {weight.dtype}; found "
                 f"{tuple(mine.shape)}, {mine.dtype}."
             )
-        return [mine.numel() // in_features if in_features else 0, *trained], None
+        num_rows = mine.numel() // in_features if in_features else 0
+        return [num_rows, not torch.is_grad_enabled(), *trained], None
 
-    num_rows, *anywhere = zip(*gather_numbers(weight._tiling.grid, what, describe, x), strict=True)
+    grid = weight._tiling.grid
+    num_rows, off, *anywhere = zip(*gather_numbers(grid, what, describe, x), strict=True)
+    needs = [any(rank) for rank in zip(*anywhere, strict=True)]
+    error = backward_error(f"{what}: ", grid.submeshes[0], needs, off)
+    if error is not None:
+        raise error
     for number, here in enumerate(trained):
         if any(anywhere[number]) and not here:  # backward of other ranks needs this one's
             operands[number] = operands[number].detach().requires_grad_()

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.agreement import gather_numbers
+from shardwise.comm.agreement import backward_error, gather_numbers
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import Shard as ShardPlacement
 from shardwise.core.sizes import Size, lengths
@@ -103,14 +103,22 @@ def place_output(x: Any, plan: OutputPlan) -> torch.Tensor:
 
 def joined(x: torch.Tensor, grid: Grid, grad_reduction: str) -> ShardedTensor:
     """The ranks' own tensors as one, sharded along dim 0."""
-    what = "output_plan"
+    what, enabled = "output_plan", torch.is_grad_enabled()
 
     def describe(mine: torch.Tensor) -> tuple[Sequence[int], str | None]:
+        flags = [not enabled, enabled and x.requires_grad]
         if not 1 <= mine.dim() <= 8:
-            return [0] * 9, f"an output has 1 to 8 dims, found shape {tuple(mine.shape)}."
-        return [mine.dim(), *mine.shape, *[0] * (8 - mine.dim())], None
+            return [0] * 11, f"an output has 1 to 8 dims, found shape {tuple(mine.shape)}."
+        return [*flags, mine.dim(), *mine.shape, *[0] * (8 - mine.dim())], None
 
-    shapes = [tuple(sizes[:ndim]) for ndim, *sizes in gather_numbers(grid, what, describe, x)]
+    found = gather_numbers(grid, what, describe, x)
+    off, trained = ([flags[n] for flags in found] for n in range(2))
+    error = backward_error(f"{what}: ", grid.submeshes[0], trained, off)
+    if error is not None:
+        raise error
+    if any(trained) and not x.requires_grad:  # backward of other ranks needs this one's
+        x = x.detach().requires_grad_()
+    shapes = [tuple(sizes[:ndim]) for _, _, ndim, *sizes in found]
     if len({shape[1:] for shape in shapes}) > 1:
         raise LayoutError(f"{what}: outputs differ in more than their first dim: {shapes}.")
     if grad_reduction == "mean":  # the gradient of a rank's own loss is that of the mean, times n
@@ -205,7 +213,7 @@ def _run(known: OutputPlan, own: torch.Tensor) -> list[torch.Tensor]:
     joint = joined(own, known.grid, known.grad_reduction)
     found: Any = place_output(joint, known)
     shard = found if known.local else found.local_tensor()
-    return [shard, new_extent(shard, joint.shape[0])]
+    return [shard, new_extent(shard, 0 if known.local else joint.shape[0])]
 
 
 def _shapes(
@@ -215,11 +223,14 @@ def _shapes(
     num_rows: Size = sum(shape[0] for shape in own if shape)
     found = _shard_shapes(known, own)
     if len(own) < len(known.grid.ranks):
-        num_rows = unknown_length(like)
-        if isinstance(known.spec, ChunkShardingSpec):
-            cut = known.spec.dim in (0, -len(own[0]))
-            found = [(unknown_length(like) if cut else num_rows, *found[0][1:])]
-    return [[like.new_empty(shape), new_extent(like, num_rows)] for shape in found]
+        in_chunks = isinstance(known.spec, ChunkShardingSpec)
+        by_rows = not in_chunks or known.spec.dim in (0, -len(own[0]))
+        if not (known.local and by_rows):  # each unknown length is that of a result
+            num_rows = unknown_length(like)
+        if in_chunks:
+            found = [(unknown_length(like) if by_rows else num_rows, *found[0][1:])]
+    extent = 0 if known.local else num_rows
+    return [[like.new_empty(shape), new_extent(like, extent)] for shape in found]
 
 
 def _shard_shapes(known: OutputPlan, own: Sequence[Sequence[Size]]) -> list[Sequence[Size]]:

@@ -226,6 +226,7 @@ def _run(
             None if weights is None else each.flat(weights).detach(),
             weights_train=weights_train and pooling is not None,
             needs_backward=train or weights_train,
+            no_backward=not torch.is_grad_enabled(),
         )
         for each, weights in zip(own, given, strict=True)
     ]
