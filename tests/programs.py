@@ -708,6 +708,21 @@ def bag_steps(mode, placement, ids_placement):
     return _step(loss, {"table": weight})
 
 
+def maximum_with_nan():
+    """Bags whose maximum is NaN, infinite or neither, and its gradient."""
+    mesh, found = line(), {}
+    entries = torch.tensor([-1.0, 0.5, -torch.inf, torch.inf, torch.nan, torch.nan])
+    for seed in range(4):
+        draw = torch.Generator().manual_seed(seed)
+        whole = entries[torch.randint(6, (11, 5), generator=draw)]
+        ids = torch.randint(11, (8, 3), generator=draw)
+        table = shardwise.distribute_tensor(whole, mesh, [S0]).requires_grad_()
+        bags = F.embedding_bag(shardwise.distribute_tensor(ids, mesh, [R]), table, mode="max")
+        bags.sum().backward()
+        found |= {f"{seed} bags": bags.detach(), f"{seed} gradient": table.grad}
+    return found
+
+
 def short_bag_steps():
     """Enough bags of two ids that their rows are exchanged."""
     mesh = line()

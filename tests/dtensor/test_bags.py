@@ -40,12 +40,13 @@ def check(
     weighted=False,
     dtype=None,
     columns=COLUMNS,
+    weight=None,
     **options,
 ):
     """Bags and all gradients are those of one device, and lie like the table."""
     ids, offsets, include_last = FORMS[form] if isinstance(form, str) else form
     options |= {"include_last_offset": include_last}
-    weight = torch.randn(ROWS, columns, dtype=dtype)
+    weight = torch.randn(ROWS, columns, dtype=dtype) if weight is None else weight
     samples = torch.randn(ids.shape, dtype=dtype) if weighted else None
     one = [None if t is None else t.clone().requires_grad_() for t in (weight, samples)]
     expected = F.embedding_bag(ids, one[0], offsets, per_sample_weights=one[1], **options)
@@ -60,14 +61,38 @@ def check(
         lay(ids, mesh, ids_placements), sharded, starts, per_sample_weights=laid, **options
     )
     found.backward(lay(upstream, mesh, everywhere))
-    torch.testing.assert_close(value(found), expected.detach())
+    torch.testing.assert_close(value(found), expected.detach(), equal_nan=True)
     grad = sharded.grad.to_dense() if options.get("sparse") else sharded.grad
-    torch.testing.assert_close(value(grad), one[0].grad.to_dense())
+    torch.testing.assert_close(value(grad), one[0].grad.to_dense(), equal_nan=True)
     if weighted:
-        torch.testing.assert_close(value(laid.grad), one[1].grad)
+        torch.testing.assert_close(value(laid.grad), one[1].grad, equal_nan=True)
     for lies, asked in zip(sharded.grad.placements, table_placements, strict=True):
         assert lies == asked or asked == R
     return found
+
+
+def odd_table(seed):
+    """Few different numbers, so that there are equal ones; some are NaN or infinite."""
+    draw = torch.Generator().manual_seed(seed)
+    entries = torch.tensor(
+        [-1.0, 0.5, 2.0, -torch.inf, -torch.inf, torch.inf, torch.nan, torch.nan]
+    )
+    return entries[torch.randint(len(entries), (ROWS, COLUMNS), generator=draw)]
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("placement", LINE, ids=repr)
+def test_entries_that_are_not_finite(mesh, placement, mode):
+    """Of a maximum, NaN stays where it is a bag's first entry, as in torch."""
+    for seed, form in enumerate(FORMS):
+        check(mesh, [placement], [R], form, mode=mode, weight=odd_table(seed))
+        check(mesh, [placement], [R], form, mode=mode, weight=odd_table(seed), padding_idx=3)
+
+
+@pytest.mark.parametrize("placements", SQUARE, ids=repr)
+def test_a_maximum_of_entries_that_are_not_finite_on_two_axes(square, placements):
+    for seed, form in enumerate(FORMS):
+        check(square, placements, [R, R], form, mode="max", weight=odd_table(seed), padding_idx=3)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])

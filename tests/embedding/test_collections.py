@@ -97,6 +97,37 @@ def test_outputs_and_gradients(mesh, plan, kind, uneven):
         assert_close(whole(grad), parameter.grad.to_dense())
 
 
+def odd(collection):
+    """The collection with few different numbers in its tables, some of them NaN or infinite."""
+    draw = torch.Generator().manual_seed(3)
+    entries = torch.tensor([-1.0, 0.5, 2.0, -0.5, 1.5, -torch.inf, torch.inf, torch.nan])
+    with torch.no_grad():
+        for parameter in collection.parameters():
+            parameter.copy_(entries[torch.randint(8, parameter.shape, generator=draw)])
+    return collection
+
+
+@every_plan
+@both_kinds
+@pytest.mark.parametrize("optimizer", [None, SGD(0.1)])
+def test_entries_that_are_not_finite(mesh, plan, kind, optimizer):
+    alone = odd(cases.make(kind, optimizer=optimizer))
+    sharded = odd(cases.make(kind, optimizer=optimizer)).shard(mesh, plan)
+    weighted = kind is EmbeddingBagCollection
+    batches = [cases.batch(rank, weighted=weighted) for rank in range(4)]
+    found, expected = sharded(cases.spread(batches)), list(map(alone, batches))
+    for rank, rows in enumerate(map(cases.rows_of, expected)):
+        for feature, values in cases.rows_of(found).items():
+            assert_close(values.on_rank(rank), rows[feature], equal_nan=True)
+    cases.loss_of(found).backward()
+    sum(cases.loss_of(each) / 4 for each in expected).backward()
+    for name, parameter in alone.named_parameters():
+        other = sharded.get_parameter(name)
+        assert_close(whole(other.detach()), parameter.detach(), equal_nan=True)
+        if optimizer is None:
+            assert_close(whole(other.grad), parameter.grad.to_dense(), equal_nan=True)
+
+
 @every_plan
 def test_features_side_by_side(mesh, plan):
     alone, sharded = cases.make(output="tensor"), cases.make(output="tensor").shard(mesh, plan)

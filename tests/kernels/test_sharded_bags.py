@@ -83,9 +83,11 @@ def draw(form):
     return torch.randint(0, ROWS, (21,), device=DEVICE), offsets, True
 
 
-def check(mesh, placements, form, weighted=False, dtype=torch.float32, **options):
+def check(mesh, placements, form, weighted=False, dtype=torch.float32, entries=None, **options):
     ids, offsets, last = draw(form)
     weight = torch.randn(ROWS, COLUMNS, device=DEVICE).to(dtype)
+    if entries is not None:
+        weight = entries[torch.randint(len(entries), weight.shape, device=DEVICE)]
     samples = torch.randn(ids.shape, device=DEVICE).to(dtype) if weighted else None
     one = [None if t is None else t.double().requires_grad_() for t in (weight, samples)]
     dense = {name: option for name, option in options.items() if name != "sparse"}
@@ -115,6 +117,7 @@ def check(mesh, placements, form, weighted=False, dtype=torch.float32, **options
     )
     found.backward(lay(upstream, mesh, R))
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
+    near["equal_nan"] = True
     assert_close(whole(found.detach()).double(), expected.detach(), **near)
     grad = sharded.grad.to_dense() if options.get("sparse") else sharded.grad
     assert_close(whole(grad).double(), one[0].grad, **near)
@@ -142,6 +145,16 @@ def test_every_mode(mesh, fused, case):
     for options in ({"mode": "sum"}, {"mode": "mean", "padding_idx": PADDING}, {"mode": "max"}):
         check(mesh, placements, form, **options)
     assert {"look_up", "largest", "add_gradients"} <= set(fused)
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_a_maximum_of_entries_that_are_not_finite(mesh, fused, case):
+    *placements, form = CASES[case]
+    entries = torch.tensor([-1.0, 0.5, -torch.inf, -torch.inf, torch.inf, torch.nan, torch.nan])
+    for padding in (None, PADDING):
+        options = {"mode": "max", "padding_idx": padding}
+        check(mesh, placements, form, entries=entries.to(DEVICE), **options)
+    assert "largest" in fused
 
 
 @pytest.mark.parametrize("placement", [S0] if INTERPRETED else [S0, S1], ids=repr)

@@ -2,7 +2,7 @@
 
 import programs
 import pytest
-from both_worlds import assert_close, both
+from both_worlds import assert_bits, assert_close, both
 from launcher import Failure
 from programs import S0, S1, R
 
@@ -21,6 +21,10 @@ def test_exchanged_ids(processes, sparse):
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags(processes, mode, placement, ids_placement):
     assert_close(*both(processes, programs.bag_steps, mode, placement, ids_placement))
+
+
+def test_bags_with_nan(processes):
+    assert_bits(*both(processes, programs.maximum_with_nan))
 
 
 def test_short_bags(processes):

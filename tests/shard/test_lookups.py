@@ -1,5 +1,7 @@
 """Each rank's own batch, different on each, gives what one device with the whole table gives."""
 
+import functools
+
 import pytest
 import torch
 from shard_cases import TABLE_SPECS, chunks, per_rank, tiles
@@ -23,6 +25,10 @@ def table():
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 
 
+#: NaN is equal to NaN.
+same = functools.partial(torch.testing.assert_close, equal_nan=True)
+
+
 def on_rank(x, rank):
     return x.on_rank(rank) if isinstance(x, LocalTensor) else x
 
@@ -43,7 +49,7 @@ def check(spec, lookup, *batch, table=None, grad_reduction="mean"):
             _leaf(on_rank(x.detach(), rank)) if _has_grad(x) else on_rank(x, rank) for x in batch
         ]
         single = lookup(weight, *own)
-        torch.testing.assert_close(on_rank(out, rank), single, msg=lambda m, r=rank: f"{r}: {m}")
+        same(on_rank(out, rank), single, msg=lambda m, r=rank: f"{r}: {m}")
         generator = torch.Generator().manual_seed(rank)
         upstream[rank] = torch.randn(single.shape, generator=generator, dtype=single.dtype)
         (single * upstream[rank]).sum().backward()
@@ -52,12 +58,12 @@ def check(spec, lookup, *batch, table=None, grad_reduction="mean"):
         after[changed] = weight.detach()[changed]
         singles.append(own)
     (out * LocalTensor.per_rank(upstream.get)).sum().backward()
-    torch.testing.assert_close(st.grad.full_tensor().agreed(), expected_grad)
-    torch.testing.assert_close(st.detach().full_tensor().agreed(), after)
+    same(st.grad.full_tensor().agreed(), expected_grad)
+    same(st.detach().full_tensor().agreed(), after)
     for place, x in enumerate(batch):
         if _has_grad(x):
             for rank in RANKS:
-                torch.testing.assert_close(on_rank(x.grad, rank), singles[rank][place].grad)
+                same(on_rank(x.grad, rank), singles[rank][place].grad)
 
 
 def _has_grad(x):
@@ -182,6 +188,19 @@ def test_bag_scale_grad_by_freq(world, spec, mode):
         return F.embedding_bag(ids, weight, offsets, mode=mode, scale_grad_by_freq=True)
 
     check(spec, lookup, *jagged())
+
+
+@pytest.mark.parametrize("padding_idx", [None, 4])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_entries_that_are_not_finite(world, spec, mode, padding_idx):
+    draw = torch.Generator().manual_seed(3)
+    entries = torch.tensor([-1.0, 0.5, -torch.inf, torch.inf, torch.nan], dtype=torch.float64)
+    odd = entries[torch.randint(5, SHAPE, generator=draw)]
+
+    def lookup(weight, ids, offsets):
+        return F.embedding_bag(ids, weight, offsets, mode=mode, padding_idx=padding_idx)
+
+    check(spec, lookup, *jagged(), table=odd)
 
 
 @pytest.mark.parametrize("mode", ["sum", "max"])

@@ -104,9 +104,10 @@ def _pool(
             elif MODE == 1:
                 tl.store(scale + at, bag_scale + at * 0.0, mask=here)
         if MODE == 2:
-            rows = tl.where(owned[:, None] & inside, rows, float("-inf"))
-            position = tl.where(owned, at, 2147483647).to(tl.int32)
-            position = position[:, None] + tl.zeros([ROWS, DIM], tl.int32)
+            # NaN is passed over: whoever asks looks whether it is the first of a bag.
+            counts = owned[:, None] & inside & (rows == rows)
+            rows = tl.where(counts, rows, float("-inf"))
+            position = tl.where(counts, at[:, None], 2147483647).to(tl.int32)
             found, found_at = tl.reduce((rows, position), 0, _larger)
             best, best_at = _better(best, best_at, found, found_at)
         else:
@@ -136,6 +137,7 @@ def _join(
             # Past the caches of one multiprocessor: others wrote it.
             found = tl.load(partial + at, mask=here, other=float("-inf"), cache_modifier=".cg")
             where = tl.load(partial_at + at, mask=here, other=2147483647, cache_modifier=".cg")
+            where = tl.where(where < 0, 2147483647, where)  # a part without an entry
             found, where = tl.reduce((found, where), 0, _larger)
             best, best_at = _better(best, best_at, found, where)
         else:

@@ -287,6 +287,11 @@ def scale_rows(
 
 
 # -- the largest ---------------------------------------------------------------------------------
+# Note [NaN in a maximum]
+# In torch a bag's first entry stays until a later one is larger. So NaN is the maximum where it is
+# the first of its bag, and is passed over elsewhere. Ranks that have some rows agree on the largest
+# entry and on the first position that has it. There such a NaN counts as infinity, and position p
+# as -1 - p, which is less than all others.
 
 
 @_one_op(
@@ -302,9 +307,9 @@ def largest(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest entry of each bag and column among the rows here, and its first position.
 
-    A bag without rows is -inf, with the number of ids as position.
+    A bag without rows is -inf, with the number of ids as position. See Note [NaN in a maximum].
     """
-    fused = fused_backend(weight)
+    fused, may_be_nan = fused_backend(weight), True
     if fused is not None and weight.shape[1]:
         best, place = fused.largest(weight, bags.fused_query(first_row))
         none = place < 0
@@ -316,8 +321,49 @@ def largest(
             numbers = torch.arange(rows.shape[0], device=rows.device)
             query = (found, numbers, edges, False, MODE_MAX)
             best, _, _, place = torch.embedding_bag(*query, include_last_offset=True)
+            may_be_nan = bool(best.isnan().any())
+            if may_be_nan:
+                best, place = _largest_number(found, edges)
+                none = place == rows.shape[0]
+                place = place.masked_fill(none, 0)
             place = place if places is None else places[place]
         else:  # kernels may fail
             best = found.new_zeros((bags.num_bags, weight.shape[1]))
-            place = torch.zeros_like(best, dtype=torch.int64)
-    return best.masked_fill(none, -math.inf), place.masked_fill(none, bags.ids.numel())
+            place, may_be_nan = torch.zeros_like(best, dtype=torch.int64), False
+    best, place = best.masked_fill(none, -math.inf), place.masked_fill(none, bags.ids.numel())
+    return _with_first_nan(best, place, weight, bags, first_row) if may_be_nan else (best, place)
+
+
+def _largest_number(rows: torch.Tensor, edges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest number of each bag and column, and its first position; past the end for none."""
+    num, shape = rows.shape[0], (edges.shape[0] - 1, rows.shape[1])
+    is_nan, bag = rows.isnan(), torch.repeat_interleave(edges.diff(), output_size=num)
+    target, score = bag.unsqueeze(1).expand_as(rows), rows.masked_fill(is_nan, -math.inf)
+    best = rows.new_full(shape, -math.inf).scatter_reduce_(0, target, score, "amax")
+    positions = torch.arange(num, device=rows.device).unsqueeze(1).expand_as(rows)
+    others = is_nan | (score != best.index_select(0, bag))
+    place = positions.new_full(shape, num)
+    return best, place.scatter_reduce_(0, target, positions.masked_fill(others, num), "amin")
+
+
+def _with_first_nan(
+    best: torch.Tensor,
+    place: torch.Tensor,
+    weight: torch.Tensor,
+    bags: Bags,
+    first_row: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest numbers, and NaN where that is the first entry of a bag."""
+    ids, places = bags.found(0, None)
+    if not ids.shape[0] or not weight.shape[0]:
+        return best, place
+    edges = bags.edges(places)
+    starts = edges[:-1].clamp(max=ids.shape[0] - 1)
+    rows = ids.index_select(0, starts).long() - (first_row or 0)
+    here = (edges.diff() > 0) & (rows >= 0) & (rows < weight.shape[0])
+    entries = weight.index_select(0, rows.masked_fill(~here, 0))
+    is_first = entries.isnan() & here.unsqueeze(1)
+    first = (starts if places is None else places.index_select(0, starts)).unsqueeze(1)
+    if first_row is None:
+        return best.masked_fill(is_first, math.nan), torch.where(is_first, first, place)
+    return best.masked_fill(is_first, math.inf), torch.where(is_first, -1 - first, place)

@@ -283,9 +283,10 @@ def largest(
 def _winners(
     ids: torch.Tensor, best: torch.Tensor, place: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    empty = place == ids.numel()
+    is_nan, empty = place < 0, place == ids.numel()  # see Note [NaN in a maximum]
+    best = best.masked_fill(empty, 0).masked_fill(is_nan, math.nan)
     padded = torch.nn.functional.pad(ids.reshape(-1), (0, 1), value=-1)
-    return best.masked_fill(empty, 0), padded[place]
+    return best, padded[torch.where(is_nan, -1 - place, place)]
 
 
 def _largest(layouts: Sequence[Layout]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
