@@ -5,6 +5,7 @@ from copy import deepcopy
 import parity
 import pytest
 import torch
+from devices import needs_cuda
 from fully_sharded import mesh_of
 from torch import nn
 from torch.nn import functional as F
@@ -364,3 +365,28 @@ def test_a_mesh_of_some_ranks_is_not_a_submesh():
         model = shardwise.distribute_module(nn.Linear(2, 2), shardwise.DeviceMesh("cpu", [0, 1]))
         with pytest.raises(shardwise.LayoutError, match=r"lacks some of ranks \[0, 1, 2, 3\]"):
             data_parallel(model, mesh["host"])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+def test_parameters_that_are_frozen_between_steps(device):
+    """One device's gradients; and what all ranks compare is sent after a change alone."""
+    x, counts = torch.randn(4, 4, device=device), []  # a mesh warns when no device was used before
+    with shardwise.simulate(2):
+        model = data_parallel(Net().to(device), shardwise.init_device_mesh(device, (2,)))
+        for names in ((), (), ("up.bias",), ("up.bias",), ("norm.weight", "scale"), ()):
+            alone = Net().to(device)
+            for each in (alone, model):
+                each.zero_grad()
+                for name, parameter in each.named_parameters():
+                    parameter.requires_grad_(name not in names)
+            alone(x).mean().backward()
+            with CommDebugMode() as comm:
+                model(per_rank(x, lambda rank: rank)).mean().backward()
+            counts.append(len(comm.events))
+            for name, parameter in alone.named_parameters():
+                found = model.get_parameter(name).grad
+                assert (found is None) == (parameter.grad is None)
+                if found is not None:
+                    torch.testing.assert_close(found, parameter.grad)
+    # A bucket; with what froze, its comparison; and what is trained again.
+    assert counts == [1, 1, 2, 1, 3, 3]

@@ -1,7 +1,8 @@
-"""Reduction of dense gradients in buckets and of row-sparse ones; the check of plain gradients."""
+"""Reduction of dense gradients in buckets and of row-sparse ones; checks between ranks."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +11,16 @@ import torch
 from torch import nn
 
 from shardwise.comm import collectives
+from shardwise.comm.agreement import Fault, Faults
 from shardwise.comm.watch import because
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE
 from shardwise.dtensor.tensor import DTensor
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, RankMismatchError
 from shardwise.ops.lookup import row_sparse
 from shardwise.ops.lookup.row_sparse import RowSparse, gather_rows
 from shardwise.simulation.ranks import (
+    by_rank,
     each_rank,
     localize,
     one_part,
@@ -86,11 +89,18 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local if isinstance(tensor, DTensor) else tensor
 
 
-def flattened(members: Sequence[nn.Parameter], grid: Grid, share: float) -> torch.Tensor:
-    """All gradients and a flag for each in one row, times `share`."""
-    flags = [float(p.grad is not None) for p in members]
+def flattened(
+    members: Sequence[nn.Parameter], grid: Grid, share: float, changed: bool
+) -> torch.Tensor:
+    """All gradients and a flag for each in one row, times `share`.
+
+    At its end are two more flags; see Note [Frozen on one rank] in `reducer`.
+    """
+    grads = [p.grad if p.requires_grad else None for p in members]
+    flags = [*(float(grad is not None) for grad in grads), float(changed), float(not changed)]
     parts = [
-        torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad).detach() for p in members
+        torch.zeros_like(_local(p)) if grad is None else _local(grad).detach()
+        for p, grad in zip(members, grads, strict=True)
     ]
 
     def flatten(_: Any, *here: torch.Tensor) -> torch.Tensor:
@@ -107,6 +117,8 @@ def put_back(sent: SentBucket, row: torch.Tensor) -> None:
     held = [localize(grid, _local(p).detach()) for p in sent.parameters]
     views, flags = split_row(grid, row, held)
     for number, (parameter, view) in enumerate(zip(sent.parameters, views, strict=True)):
+        if not parameter.requires_grad:
+            continue  # frozen since
         if parameter.grad is None and not plain_if_equal(flags)[number]:
             continue  # no rank used it
         _set_gradient(parameter, view, sent.collectives)
@@ -135,9 +147,15 @@ def _set_gradient(
 NOTHING, ROWS, DENSE = range(3)
 
 
-def kinds_on_all_ranks(parameters: Sequence[nn.Parameter], axes: Sequence[Axis]) -> list[int]:
-    """For each parameter, the highest kind of its gradient on any rank along the axes."""
-    mine = [_kind(p.grad) for p in parameters]
+def kinds_on_all_ranks(
+    parameters: Sequence[nn.Parameter], axes: Sequence[Axis], changed: bool
+) -> list[int]:
+    """For each parameter, the highest kind of its gradient on any rank along the axes.
+
+    Then the two flags of `flattened`.
+    """
+    mine = [_kind(p.grad if p.requires_grad else None) for p in parameters]
+    mine += [int(changed), int(not changed)]
     grid = axes[0][0]
     device = parameters[0].device
     found: Any = each_rank(grid, lambda _: torch.tensor(mine, device=device), axes=())
@@ -189,6 +207,49 @@ def _parts(parameter: nn.Parameter, grid: Grid) -> tuple[torch.Tensor, torch.Ten
         return here._indices()[0], here._values()
 
     return each_rank(grid, apart, localize(grid, grad), axes=())
+
+
+# -- what is trained -----------------------------------------------------------------------------
+
+_UNLIKE = (
+    "Ranks train different parameters, so their gradients have no mean. Call requires_grad_() "
+    "alike on all ranks, between steps. "
+)
+
+
+def changed_on(row: torch.Tensor) -> tuple[bool, bool]:
+    """Whether some ranks train other parameters than before, and whether some do not.
+
+    Read from the last two flags of a reduced row.
+    """
+    changed, unchanged = one_part(row)[-2:].tolist()
+    return changed != 0, unchanged != 0
+
+
+def unlike_ranks() -> RankMismatchError:
+    return RankMismatchError(
+        f"{_UNLIKE}Some ranks train other parameters than in the step before, and others do not."
+    )
+
+
+def agree_on_trained(frozen: Sequence[str], axes: Sequence[Axis]) -> None:
+    """Raise, on all ranks along the axes, unless the names of frozen parameters are the same."""
+    said = f"frozen: {', '.join(frozen)}" if frozen else "none is frozen"
+    digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "little")
+    grid = axes[0][0]
+    faults = Faults(grid, "which parameters are trained", _UNLIKE)
+
+    def compared(rank: int) -> torch.Tensor:
+        status = faults.status(rank, Fault(said, RankMismatchError))
+        return torch.tensor([digest, -digest, status], device=grid.device_type)
+
+    found = by_rank(grid, compared)
+    for axis in axes:
+        found = collectives.all_reduce(found, "max", *axis)
+    high, low, longest = one_part(found).tolist()
+    if high != -low:
+        error = faults.error([longest], [axis for mesh, axis in axes if mesh is grid])
+        raise error or unlike_ranks()
 
 
 # -- plain gradients -----------------------------------------------------------------------------

@@ -119,6 +119,14 @@ def tensor_axes(module: nn.Module) -> dict[Axis, str]:
     return found
 
 
+def describe_trained(module: nn.Module) -> list[str]:
+    """Which parameters are frozen, as lines that ranks compare."""
+    return [
+        f"{name} is {'trained' if parameter.requires_grad else 'frozen'}"
+        for name, parameter in module.named_parameters()
+    ]
+
+
 def check_axes_differ(data: Iterable[MeshAxes], split: dict[Axis, str], caller: str) -> None:
     """Raise if an axis would be both a data axis and a tensor axis."""
     for axes in data:

@@ -13,6 +13,7 @@ from shardwise.errors import LayoutError
 from shardwise.training.contract import (
     DataAxes,
     check_axes_differ,
+    describe_trained,
     mesh_axes,
     sync_values,
     tensor_axes,
@@ -58,6 +59,7 @@ def data_parallel(
         return module
     with agreeing(axes.given, "data_parallel") as request:
         request.append(f"bucket_bytes={bucket_bytes}, src_data_rank={src_data_rank}")
+        request += describe_trained(module)
         sizes = [axes.grid.shape[axis] for axis in axes.axes]
         if src_data_rank is not None and not 0 <= src_data_rank < min(sizes):
             raise LayoutError(

@@ -16,6 +16,13 @@ the exchanges of tables, would differ between ranks. So buckets have separate pr
 which their order depends only on gradients. Front doors make the groups, since all ranks call them.
 Copies and forward passes may happen on one rank only, so they use an existing group.
 
+Note [Frozen on one rank]
+All ranks have to reduce the same parameters, and no rank knows what others freeze between steps. So
+the buckets of a pass are of the parameters that all ranks are known to train, with zeros for what
+was frozen since. Each carries two flags: this rank trains others now; it trains the same. If no
+rank has changed, nothing more is sent. Else all ranks know, and compare what they train: they raise
+together, or reduce what is newly trained too.
+
 Note [One reducer for nested modules]
 Declared modules that have parameters in common share a reducer: each gradient is reduced once, over
 the axes that all of them declare, in one order of buckets. Declarations are copied and pickled with
@@ -46,19 +53,22 @@ from shardwise.core.untraced import untraced
 from shardwise.dtensor.autograd import BUCKET_BYTES
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
-from shardwise.simulation.ranks import copy_per_rank, is_per_rank, roster_of
+from shardwise.simulation.ranks import copy_per_rank, is_per_rank, one_part, roster_of
 from shardwise.training.buckets import (
     ROWS,
     Bucket,
     Collective,
     SentBucket,
+    agree_on_trained,
     average_rows,
+    changed_on,
     check_plain_gradients,
     collectives_for,
     flattened,
     kinds_on_all_ranks,
     make_buckets,
     put_back,
+    unlike_ranks,
 )
 from shardwise.training.contract import (
     Axis,
@@ -235,6 +245,8 @@ def make_reducer(declared: DeclaredModule, *, together: bool) -> None:
     made = Reducer([declared, *others.values()])  # raises before anything is changed
     for reducer in reducers:
         made.groups = {**reducer.groups, **made.groups}
+        made.trained -= set(reducer.reductions) - reducer.trained
+        made.trained |= reducer.trained & set(made.reductions)
         reducer.retire()
     made.watch(together)
 
@@ -259,6 +271,10 @@ class Reducer:
             found = reduction_of(parameter, data_axes)
             if found is not None:
                 self.reductions[number] = found
+        #: What all ranks are known to train; see Note [Frozen on one rank].
+        self.trained = {n for n in self.reductions if self.parameters[n].requires_grad}
+        #: Rows on a GPU, whose flags are read in the next pass: this one does not wait for them.
+        self.unread: list[torch.Tensor] = []
         self.tables = {id(p) for declared in self.modules for p in declared.tables}
         #: The group of each axis that gradients are reduced along.
         self.groups: dict[Axis, str | None] = {}
@@ -313,6 +329,8 @@ class Reducer:
     def _forget(self) -> None:
         self.buckets: list[Bucket] = []
         self.of_rows: list[nn.Parameter] = []
+        #: The reductions of what was frozen or unfrozen on this rank.
+        self.changed: set[Reduction] = set()
         self.number: dict[int, int] = {}
         self.missing: list[set[int]] = []
         self.sent: list[SentBucket] = []
@@ -358,22 +376,32 @@ class Reducer:
         return self.num_started == len(self.buckets)
 
     def _begin(self) -> None:
+        unread, self.unread = self.unread, []
+        if any(changed_on(row)[0] for row in unread):
+            raise unlike_ranks()
         self.queued, self.backward = True, current_backward()
         _begun.append(weakref.ref(self))
         self.buckets, self.of_rows = self._current_buckets()
+        self.changed = {
+            self.reductions[n]
+            for n in self._active()
+            if self.parameters[n].requires_grad != (n in self.trained)
+        }
         self.missing = [{id(p) for p in bucket.parameters} for bucket in self.buckets]
         self.number = {id(p): i for i, b in enumerate(self.buckets) for p in b.parameters}
         after_backward(self._finish)
 
-    def _current_buckets(self) -> tuple[list[Bucket], list[nn.Parameter]]:
-        """Of what is trained now, outside of `no_sync`; and the parameters of row-sparse tables."""
+    def _active(self) -> list[int]:
+        """The parameters outside of `no_sync`."""
         resting = {id(declared) for declared in self.modules if not declared.enabled}
-        now = tuple(
-            number
-            for number in reversed(self.reductions)
-            if self.parameters[number].requires_grad
-            and not any(id(declared) in resting for declared in self.modules_of[number])
-        )
+        numbers = list(reversed(self.reductions))
+        if not resting:
+            return numbers
+        return [n for n in numbers if not any(id(d) in resting for d in self.modules_of[n])]
+
+    def _current_buckets(self) -> tuple[list[Bucket], list[nn.Parameter]]:
+        """Of what is trained, outside of `no_sync`; and the parameters of row-sparse tables."""
+        now = tuple(n for n in self._active() if n in self.trained)
         known = self.known_buckets.get(now)
         if known is None:
             pairs = [(self.parameters[n], self.reductions[n]) for n in now if not self._is_rows(n)]
@@ -396,7 +424,8 @@ class Reducer:
                 if watch.record is not None:
                     watch.record(f"gradients of {', '.join(self._names_of(members))}")
                 with torch.no_grad(), because("data_parallel", implicit=False):
-                    row = flattened(members, path[0][0], bucket.reduction.share)
+                    changed = bucket.reduction in self.changed
+                    row = flattened(members, path[0][0], bucket.reduction.share, changed)
                     row = self._reduce(row, path[0])
                 self.sent.append(SentBucket(members, path, row))
 
@@ -409,7 +438,7 @@ class Reducer:
     def _finish(self) -> None:
         while self.num_started < len(self.buckets):
             self._start()
-        sent, of_rows = self.sent, self.of_rows
+        sent, of_rows, changed = self.sent, self.of_rows, self.changed
         self._forget()
         with torch.no_grad(), because("data_parallel", implicit=False):
             for stage in range(1, max((len(each.collectives) for each in sent), default=1)):
@@ -417,25 +446,81 @@ class Reducer:
                     if stage < len(each.collectives):
                         row = collectives.awaited(each.row)
                         each.row = self._reduce(row, each.collectives[stage])
-            for each in sent:
-                put_back(each, collectives.awaited(each.row))
-            self._reduce_rows(of_rows)
+            rows = [collectives.awaited(each.row) for each in sent]
+            late = self._newly_trained(sent, rows, of_rows, changed)
+            for each, row in zip(sent, rows, strict=True):
+                put_back(each, row)
+            for bucket in late:
+                self._reduce_now(list(bucket.parameters), bucket.reduction)
+            self._reduce_rows(of_rows, changed)
         if self.unchecked:
             self._check()
 
-    def _reduce_rows(self, parameters: list[nn.Parameter]) -> None:
+    def _newly_trained(
+        self,
+        sent: list[SentBucket],
+        rows: list[torch.Tensor],
+        of_rows: list[nn.Parameter],
+        changed: set[Reduction],
+    ) -> list[Bucket]:
+        """If ranks freeze other parameters than before, compare them; what is newly trained."""
+        first: dict[Reduction, torch.Tensor] = {}
+        for each, row in zip(sent, rows, strict=True):
+            first.setdefault(self.reductions[id(each.parameters[0])], row)
+        silent = changed - set(first) - {self.reductions[id(p)] for p in of_rows}
+        found: list[Bucket] = []
+        for reduction in dict.fromkeys(self.reductions.values()):
+            row = first.get(reduction)
+            if not reduction.means or (row is None and reduction not in silent):
+                continue
+            if row is None or self._is_changed(row, reduction in changed):
+                new = self._agree(reduction)
+                pairs = [(p, reduction) for p in new if not self._is_rows(id(p))]
+                of_rows += [p for p in new if self._is_rows(id(p))]
+                found += make_buckets(pairs, BUCKET_BYTES)
+                changed.discard(reduction)
+        return found
+
+    def _is_changed(self, row: torch.Tensor, here: bool) -> bool:
+        """Whether any rank trains other parameters than before; `here`: this one does."""
+        local = one_part(row)
+        if local.is_meta or (not local.is_cpu and not here):
+            self.unread += [] if local.is_meta else [row]
+            return False
+        some, others = changed_on(row)
+        if some and others and not local.is_cpu:
+            raise unlike_ranks()
+        return some
+
+    def _agree(self, reduction: Reduction) -> list[nn.Parameter]:
+        """Check that all ranks train the same parameters; those that they did not train before."""
+        mine = [n for n in self._active() if self.reductions[n] == reduction]
+        now = {n for n in mine if self.parameters[n].requires_grad}
+        frozen = [self.parameters[n] for n in reversed(mine) if n not in now]
+        agree_on_trained(self._names_of(frozen), reduction.means)
+        new = [self.parameters[n] for n in mine if n in now - self.trained]
+        self.trained = self.trained - set(mine) | now
+        return new
+
+    def _reduce_now(self, members: list[nn.Parameter], reduction: Reduction) -> None:
+        path = tuple((grid, axis, "sum") for grid, axis in reduction.means)
+        row = flattened(members, path[0][0], reduction.share, changed=False)
+        for each in path:
+            row = collectives.awaited(self._reduce(row, each))
+        put_back(SentBucket(members, path, row), row)
+
+    def _reduce_rows(self, parameters: list[nn.Parameter], changed: set[Reduction]) -> None:
         alike: dict[Reduction, list[nn.Parameter]] = {}
         for parameter in parameters:
             alike.setdefault(self.reductions[id(parameter)], []).append(parameter)
         for reduction, members in alike.items():
-            kinds = kinds_on_all_ranks(members, reduction.means)
+            *kinds, some, _ = kinds_on_all_ranks(members, reduction.means, reduction in changed)
+            if some:
+                members += self._agree(reduction)
+                *kinds, _, _ = kinds_on_all_ranks(members, reduction.means, changed=False)
             dense = [p for p, kind in zip(members, kinds, strict=True) if kind > ROWS]
             if dense:
-                path = tuple((grid, axis, "sum") for grid, axis in reduction.means)
-                row = flattened(dense, path[0][0], reduction.share)
-                for each in path:
-                    row = collectives.awaited(self._reduce(row, each))
-                put_back(SentBucket(dense, path, row), row)
+                self._reduce_now(dense, reduction)
             for parameter, kind in zip(members, kinds, strict=True):
                 if kind == ROWS:
                     average_rows(parameter, reduction)

@@ -25,6 +25,7 @@ from shardwise.training.contract import (
     DataAxes,
     MeshAxes,
     check_axes_differ,
+    describe_trained,
     mesh_axes,
     note_own_gradient,
     ranks_along,
@@ -123,6 +124,7 @@ def fully_shard(
         check_axes_differ([axes], tensor_axes(around), "fully_shard")
         _check_free(around, modules)
         found = _members(around, place, ignored)
+        request += describe_trained(around)
         for member in found:
             request.append(f"{member.name}: {member.layout.shape} {member.layout.dtype}")
             refuse_hooks(member.parameter, f"fully_shard: parameter {member.name!r}")

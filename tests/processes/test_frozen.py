@@ -1,0 +1,139 @@
+"""Parameters that some ranks freeze: one device's numbers, or the same error on all ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.errors import LayoutError, RankMismatchError
+from shardwise.parallel import data_parallel, fully_shard
+
+pytestmark = pytest.mark.processes
+
+
+class Model(nn.Module):
+    """Two tables, of which one gets row-sparse gradients, and two layers of one size."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.sparse, self.dense = nn.Embedding(5, 3, sparse=True), nn.Embedding(5, 3)
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, ids):
+        return self.second(self.first(self.sparse(ids) + self.dense(ids)).tanh())
+
+
+NAMES = [name for name, _ in Model().named_parameters()]
+BATCHES = torch.tensor([[0, 1, 2], [2, 4, 4]])
+
+
+def mesh():
+    return shardwise.init_device_mesh("cpu", (2,))
+
+
+def freeze(model, names):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in names)
+
+
+def gradients(model):
+    return {
+        name: None if p.grad is None else p.grad.to_dense() for name, p in model.named_parameters()
+    }
+
+
+def frozen_before(door):
+    model = Model()
+    freeze(model, ["first.bias"] if dist.get_rank() else [])
+    door(model, mesh())
+
+
+def frozen_after(names):
+    """Frozen on each rank between two steps; and a step after the error."""
+    model, rank = data_parallel(Model(), mesh()), dist.get_rank()
+    model(BATCHES[rank]).sum().backward()
+    freeze(model, names[rank])
+    said = None
+    try:
+        model(BATCHES[rank]).sum().backward()
+    except RankMismatchError as error:
+        said = str(error)
+    freeze(model, [])
+    model.zero_grad()
+    model(BATCHES[rank]).sum().backward()
+    return said, gradients(model)
+
+
+def frozen_alike(steps, accumulate):
+    """Steps in which all ranks freeze these parameters."""
+    model, rank, found = data_parallel(Model(), mesh()), dist.get_rank(), []
+    for names in steps:
+        freeze(model, names)
+        model.zero_grad()
+        if accumulate:
+            with model.no_sync():
+                model(BATCHES[1 - rank]).sum().backward()
+        model(BATCHES[rank]).sum().backward()
+        found.append(gradients(model))
+    return found
+
+
+def on_one_device(names, factor=1):
+    model = Model()
+    freeze(model, names)
+    (model(BATCHES.flatten()).sum() / 2 * factor).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("door", [data_parallel, fully_shard])
+def test_frozen_on_one_rank_from_the_start(two_processes, door):
+    answers = two_processes.run(frozen_before, door)
+    assert len({answer.message for answer in answers}) == 1
+    for answer in answers:
+        assert issubclass(answer.kind, LayoutError)
+        assert "Rank 0 has: first.bias is trained. Rank 1 has: first.bias is frozen" in (
+            answer.message
+        )
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ([], ["first.bias"]),
+        (["first.weight", "first.bias"], ["second.weight", "second.bias"]),
+        (["dense.weight"], []),
+        ([], ["sparse.weight"]),
+        ([name for name in NAMES if name != "sparse.weight"], ["sparse.weight"]),
+        (NAMES[1:], NAMES[2:]),
+    ],
+    ids=["one", "as many", "a table", "a sparse table", "all but one", "all but few"],
+)
+def test_frozen_on_one_rank_between_steps(two_processes, names):
+    """Ranks stay in step, and are right again when all train the same."""
+    first, second = two_processes(frozen_after, names)
+    assert first[0] == second[0]
+    for rank, frozen in enumerate(names):
+        assert f"On rank {rank}: {', '.join(frozen) or 'none'}" in first[0].replace(
+            "frozen: ", ""
+        ).replace("none is frozen", "none")
+    for _, found in (first, second):
+        torch.testing.assert_close(found, on_one_device([]))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_frozen_on_all_ranks_between_steps(two_processes, accumulate):
+    steps = (
+        [],
+        ["first.bias"],
+        ["sparse.weight", "second.bias"],
+        NAMES[:-1],
+        ["sparse.weight"],
+        ["dense.weight"],
+        NAMES[1:],
+        [],
+    )
+    for found in two_processes(frozen_alike, steps, accumulate):
+        for names, grads in zip(steps, found, strict=True):
+            torch.testing.assert_close(grads, on_one_device(names, 2 if accumulate else 1))
