@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from fully_sharded import (
     IDS,
     ODD_BATCHES,
@@ -20,6 +21,7 @@ from fully_sharded import (
 )
 from launcher import Failure
 from parity import parameters, whole
+from torch import nn
 from torch.testing import assert_close
 
 import shardwise
@@ -218,3 +220,42 @@ def stages():
 def test_stages_of_a_pipeline_shard_layers_of_their_own(processes):
     one, other = [(4, 4)], [(3, 4), (2, 4)]
     assert processes(stages) == [one, one, other, other]
+
+
+class TwoDtypes(nn.Module):
+    """Parameters in two buffers, of which a call may use one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.narrow, self.wide = nn.Linear(4, 4), nn.Linear(4, 4).double()
+
+    def forward(self, x, both):
+        found = self.narrow(x).double()
+        return (self.wide(found) if both else found).sum()
+
+
+def one_dtype_on_one_rank():
+    model = fully_shard(TwoDtypes(), mesh_of(dp=2))
+    rank = dist.get_rank()
+    model(torch.ones(2, 4) + rank, both=rank == 1).backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_a_rank_that_uses_parameters_of_one_dtype(two_processes):
+    alone = TwoDtypes()
+    losses = [alone(torch.ones(2, 4) + rank, both=rank == 1) for rank in range(2)]
+    (sum(losses) / 2).backward()
+    for found in two_processes(one_dtype_on_one_rank):
+        for name, parameter in alone.named_parameters():
+            assert_close(found[name], parameter.grad)
+
+
+def test_no_rank_uses_parameters_of_one_dtype():
+    with shardwise.simulate(2):
+        model = fully_shard(TwoDtypes(), mesh_of(dp=2))
+        model(torch.ones(2, 4), both=False).backward()
+        assert {n for n, p in model.named_parameters() if p.grad is not None} == {
+            "narrow.weight",
+            "narrow.bias",
+        }

@@ -392,13 +392,15 @@ class FlatBuffer:
         """
         numbers = tuple(grads)
         held = {n: localize(self.grid, grad) for n, grad in grads.items() if grad is not None}
-        like, sent_as = next(iter(held.values())), dtype.to_real()
+        # This rank may have used none of them: then zeros are sent.
+        tensors = list(held.values()) or [localize(self.grid, self.whole)]  # type: ignore[arg-type]
+        like, sent_as = tensors[0], dtype.to_real()
         own_last = collectives.sends_terms(like, sent_as, self.grid, self.axis)
         flags = [float(n in held) for n in numbers]
         scale_of = dict(zip(numbers, scales, strict=True))
 
         def fill(place: Coordinate, *here: torch.Tensor) -> torch.Tensor:
-            given = dict(zip(held, here, strict=True))
+            given = dict(zip(held, here, strict=False))
             pieces, sizes = self.gradient_pieces(place, numbers)
             device = here[0].device
             flag_row = torch.tensor(flags, dtype=dtype, device=device)
@@ -423,7 +425,7 @@ class FlatBuffer:
                     target.zero_()
             return torch.view_as_real(row).flatten(row.dim() - 1) if dtype.is_complex else row
 
-        return each_rank(self.grid, fill, *held.values(), axes=())
+        return each_rank(self.grid, fill, *tensors, axes=())
 
     def as_gradients(
         self, grads: dict[int, torch.Tensor | None], scales: Sequence[float], device: Any
