@@ -83,3 +83,20 @@ def without_autograd_on_one_rank(plan, optimizer, compiled):
     run = torch.compile(collection, backend="aot_eager") if compiled else collection
     with torch.set_grad_enabled(dist.get_rank() == 0):
         cases.loss_of(run(cases.batch(dist.get_rank()))).backward()
+
+
+def frozen_on_one_rank(plan, optimizer, compiled):
+    """Rank 1 freezes a table; then all ranks do."""
+    torch._dynamo.reset()
+    mesh = shardwise.init_device_mesh("cpu", (2,))
+    collection = cases.make(optimizer=optimizer).shard(mesh, plan)
+    run = torch.compile(collection, backend="aot_eager") if compiled else collection
+    batch, said = cases.batch(dist.get_rank()), None
+    collection.parameter("day").requires_grad_(dist.get_rank() == 0)
+    try:
+        cases.loss_of(run(batch)).backward()
+    except shardwise.errors.RankMismatchError as error:
+        said = str(error)
+    collection.parameter("day").requires_grad_(False)
+    cases.loss_of(run(batch)).backward()
+    return said, parameters(collection)

@@ -89,6 +89,24 @@ def test_a_rank_without_autograd(two_processes, plan, optimizer, compiled):
     assert "rank 0 will need the backward of all ranks, and rank 1 cannot" in first.message
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("plan", [cases.MIXED_ON_TWO, "data_parallel"])
+def test_a_replicated_table_that_one_rank_freezes(two_processes, plan, compiled):
+    """Copies of it would differ."""
+    expected = cases.make(optimizer=SGD(0.1))
+    expected.parameter("day").requires_grad_(False)
+    for rank in range(2):
+        with expected.optimizer.hold():
+            (cases.loss_of(expected(cases.batch(rank))) / 2).backward()
+    expected.optimizer.step()
+    args = local_cases.frozen_on_one_rank, plan, SGD(0.1), compiled
+    for said, found in two_processes(*args):
+        assert "on rank 1 other replicated tables require grad than on rank 0" in said
+        for name, parameter in expected.named_parameters():
+            assert_close(found[name], parameter.detach())
+
+
 SAME = ("a", "b"), ("a", "b")
 
 

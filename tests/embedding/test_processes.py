@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import shardwise
 from shardwise.embedding import SGD, Adagrad, Adam, EmbeddingBagCollection, EmbeddingCollection
-from shardwise.errors import IdRangeError
+from shardwise.errors import IdRangeError, RankMismatchError
 
 pytestmark = pytest.mark.processes
 
@@ -62,13 +62,27 @@ def test_tables_that_never_were_whole(processes):
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("optimizer", [None, SGD(0.1)], ids=["torch", "fused"])
-@pytest.mark.parametrize("plan", ["row_wise", "column_wise", "table_wise", "data_parallel"])
+@pytest.mark.parametrize("plan", ["row_wise", "column_wise", "table_wise"])
 @pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
 def test_tables_that_train_on_some_ranks(processes, kind, plan, optimizer, ahead):
     """The others help to make the gradients of those ranks."""
     found = processes(cases.trained_on_some_ranks, kind, plan, optimizer, ahead)
     for rank, (before, here, everywhere) in enumerate(found):
         assert_close(here, before if rank % 2 else everywhere)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("optimizer", [None, SGD(0.1)], ids=["torch", "fused"])
+@pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
+def test_copies_of_tables_that_train_on_some_ranks(processes, kind, optimizer, ahead):
+    """All ranks say so: the copies would differ from then on."""
+    args = cases.trained_on_some_ranks, kind, "data_parallel", optimizer, ahead
+    for answer in processes.run(*args):
+        assert issubclass(answer.kind, RankMismatchError)
+        assert (
+            "on ranks 1, 3 other replicated tables require grad than on ranks 0, 2"
+            in answer.message
+        )
 
 
 def test_ordinary_optimizer(processes):

@@ -149,19 +149,31 @@ def backward_error(
     """
     if not (any(needs) and any(lacks)):
         return None
-
-    def named(flags: Sequence[Any]) -> str:
-        found = [rank for rank, flag in zip(ranks, flags, strict=True) if flag]
-        return f"rank{'s' if len(found) > 1 else ''} {spans(found)}"
-
+    needing, lacking = _named(ranks, needs), _named(ranks, lacks)
     return _marked(
         RankMismatchError(
-            f"{lead}{named(needs)} will need the backward of all ranks, and {named(lacks)} cannot "
+            f"{lead}{needing} will need the backward of all ranks, and {lacking} cannot "
             "run one: autograd is off there (torch.no_grad or inference_mode), or, in compiled "
             "code, nothing requires grad there. Run all ranks with autograd or none; in compiled "
             "code, freeze a weight on all ranks or on none."
         )
     )
+
+
+def freezing_error(lead: str, ranks: Sequence[int], unlike: Sequence[Any]) -> Exception:
+    """The error that all ranks raise where some freeze other copied tables, `unlike` the first."""
+    alike = _named(ranks, [not each for each in unlike])
+    return _marked(
+        RankMismatchError(
+            f"{lead}on {_named(ranks, unlike)} other replicated tables require grad than on "
+            f"{alike}, so that copies would differ. Call requires_grad_() alike on all ranks."
+        )
+    )
+
+
+def _named(ranks: Sequence[int], flags: Sequence[Any]) -> str:
+    found = [rank for rank, flag in zip(ranks, flags, strict=True) if flag]
+    return f"rank{'s' if len(found) > 1 else ''} {spans(found)}"
 
 
 # -- gathering ------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ def bags_of(
     side_by_side: bool,
     needs_backward: bool = False,
     no_backward: bool = False,
+    frozen: int = 0,
 ) -> FeatureBags | Fault:
     """The bags of one rank, in the order in which the tables declare their features.
 
@@ -73,6 +74,7 @@ def bags_of(
         num_given=batch.values.shape[0],
         needs_backward=needs_backward,
         no_backward=no_backward,
+        frozen=frozen,
     )
     return bags if is_valid else _ids_fault(bags, features) or bags
 
@@ -223,11 +225,13 @@ def prefetch_batch(
     side_by_side: bool,
     may_train: bool,
     tables_train: bool,
+    frozen: int,
 ) -> PrefetchedBatch:
     """Check a batch on every rank, and start the exchange of counts.
 
     `trouble` is a fault of the collection itself on this rank; all ranks will raise it.
-    `tables_train`: whether backward may need the gradient of a table on this rank.
+    `tables_train`: whether backward may need the gradient of a table on this rank; `frozen`: a
+    digest of the replicated ones that it does not train.
     """
     num_here = 1 if grid is None or grid.outside else len(ranks_present(grid))
 
@@ -253,6 +257,7 @@ def prefetch_batch(
             "weights_train": train,
             "needs_backward": train or tables_train,
             "no_backward": not may_train,
+            "frozen": frozen,
         }
         try:
             return bags_of(route.features, mine, side_by_side=side_by_side, **options)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import operator
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise._torch.dispatch import without_subclass_functions
 from shardwise.comm import collectives
 from shardwise.comm.agreement import agreeing
 from shardwise.comm.watch import because
@@ -52,6 +55,7 @@ from shardwise.simulation.ranks import agreed, localize
 
 REDUCTIONS = ("mean", "sum")
 _ADDRESS = torch.Tensor.data_ptr
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 class _Weight(nn.Module):
@@ -378,6 +382,10 @@ class _Collection(nn.Module):
     def _prefetch(
         self, batch: Any, parameters: list[torch.Tensor], *, may_train: bool
     ) -> PrefetchedBatch:
+        trained: list[bool] = []
+        if may_train and self._engine.grid is not None:
+            with without_subclass_functions():  # there may be a thousand tables
+                trained = list(map(_REQUIRES_GRAD, parameters))
         return prefetch_batch(
             self._engine.route,
             self._engine.grid,
@@ -386,10 +394,15 @@ class _Collection(nn.Module):
             self._trouble(parameters),
             side_by_side=self._side_by_side,
             may_train=may_train,
-            tables_train=may_train
-            and self._engine.grid is not None
-            and any(parameter.requires_grad for parameter in parameters),
+            tables_train=any(trained),
+            frozen=0 if all(trained) else self._frozen_copies(trained),
         )
+
+    def _frozen_copies(self, trained: list[bool]) -> int:
+        """A digest of which replicated tables are frozen; 0 if none is."""
+        splits = self._engine.stacks.tiling.splits
+        copies = [flag for flag, split in zip(trained, splits, strict=True) if split.replicated]
+        return 0 if all(copies) else zlib.crc32(bytes(copies)) | 1
 
     def synchronize(self) -> None:
         """Wait until all batches so far are checked; raise if one was invalid.

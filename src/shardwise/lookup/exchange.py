@@ -178,6 +178,8 @@ class FeatureBags:
     needs_backward: bool = False
     #: Whether this rank records no backward, so that it cannot take part in that of the others.
     no_backward: bool = False
+    #: A digest of the replicated tables that this rank freezes; 0 for none.
+    frozen: int = 0
 
     def ids_of(self, feature: int) -> torch.Tensor:
         return self.values[self.ids_from[feature] : self.ids_to[feature]]

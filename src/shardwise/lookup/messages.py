@@ -44,8 +44,8 @@ from shardwise.lookup.routing import LegBlock, OutputPiece, Route, RowGroup, row
 #: Ids per bag and owner, up to which a rank looks for those that repeat.
 SHORT_BAGS = 2
 #: Flags of a rank's note: it has weights of ids, they require grad, its backward needs all ranks,
-#: it records no backward.
-WEIGHTED, WEIGHTS_TRAIN, NEEDS_BACKWARD, NO_BACKWARD = 1, 2, 4, 8
+#: it records no backward; above them all, a digest of the replicated tables that it freezes.
+WEIGHTED, WEIGHTS_TRAIN, NEEDS_BACKWARD, NO_BACKWARD, FROZEN = 1, 2, 4, 8, 16
 
 
 class SplitIds:
@@ -249,6 +249,7 @@ class RankBatch:
             + WEIGHTS_TRAIN * bags.weights_train
             + NEEDS_BACKWARD * bags.needs_backward
             + NO_BACKWARD * bags.no_backward
+            + FROZEN * bags.frozen
         )
         return note
 

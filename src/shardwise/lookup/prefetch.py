@@ -20,7 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.comm.agreement import Fault, Faults, Meeting, backward_error, joint_error
+from shardwise.comm.agreement import (
+    Fault,
+    Faults,
+    Meeting,
+    backward_error,
+    freezing_error,
+    joint_error,
+)
 from shardwise.comm.watch import because
 from shardwise.core.mesh import Grid
 from shardwise.errors import BatchError, ShardwiseError
@@ -31,7 +38,13 @@ from shardwise.lookup.exchange import (
     ranks_present,
     start_exchange,
 )
-from shardwise.lookup.messages import NEEDS_BACKWARD, NO_BACKWARD, RankBatch, groups_by_id
+from shardwise.lookup.messages import (
+    FROZEN,
+    NEEDS_BACKWARD,
+    NO_BACKWARD,
+    RankBatch,
+    groups_by_id,
+)
 from shardwise.lookup.routing import Route
 from shardwise.simulation.ranks import one_tensor, part_per_rank, present
 
@@ -129,15 +142,20 @@ class PrefetchedBatch:
                 self._exchange = start_exchange(self.grid, messages, sent, sizes)
 
     def _backward_error(self, arrived: Sequence[np.ndarray]) -> Exception | None:
-        """What all ranks raise if some cannot take part in the backward of others."""
+        """What all ranks raise if some cannot take part in the backward of others, or freeze other
+        copies of tables."""
         assert self.grid is not None, "a batch that is sent has a mesh"
         for flags, rank in zip(
             [notes[:, -1] for notes in arrived], present(self.grid), strict=True
         ):
             needs, lacks = flags & NEEDS_BACKWARD, flags & NO_BACKWARD
-            if lacks.any() and needs.any():
+            frozen = flags // FROZEN
+            if needs.any() and (lacks.any() or (frozen != frozen[0]).any()):
                 (ranks,) = [each for each in self.grid.submeshes if rank in each]
-                return backward_error(self._lead or "A collection: ", ranks, needs, lacks)
+                lead = self._lead or "A collection: "
+                if lacks.any():
+                    return backward_error(lead, ranks, needs, lacks)
+                return freezing_error(lead, ranks, frozen != frozen[0])
         return None
 
     def check(self) -> None:

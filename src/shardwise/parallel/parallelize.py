@@ -167,8 +167,10 @@ def _request(targets: Iterable[Target], added: Iterable[Target], src_data_rank: 
     """A description of what this rank is about to do, to be compared between ranks."""
     lines = [f"src_data_rank={src_data_rank}"]
     for target in (*added, *targets):
-        shapes = [tuple(p.shape) for p in target.module.parameters(recurse=False)]
+        held = dict(target.module.named_parameters(recurse=False))
+        shapes = [tuple(p.shape) for p in held.values()]
         lines.append(f"{target.path!r}: {describe_style(target.style)} on {shapes}")
+        lines += [f"{target.path!r}: {n} is frozen" for n, p in held.items() if not p.requires_grad]
     return "\n".join(lines)
 
 
