@@ -253,14 +253,16 @@ def prefetch_batch(
             return refused(checked) if isinstance(checked, Fault) else checked
 
     def bags(mine: Jagged) -> FeatureBags | Fault:
-        options = {
-            "weights_train": train,
-            "needs_backward": train or tables_train,
-            "no_backward": not may_train,
-            "frozen": frozen,
-        }
         try:
-            return bags_of(route.features, mine, side_by_side=side_by_side, **options)
+            return bags_of(
+                route.features,
+                mine,
+                side_by_side=side_by_side,
+                weights_train=train,
+                needs_backward=train or tables_train,
+                no_backward=not may_train,
+                frozen=frozen,
+            )
         except Exception as error:
             return unreadable(error)
 

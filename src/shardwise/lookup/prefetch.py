@@ -153,9 +153,8 @@ class PrefetchedBatch:
             if needs.any() and (lacks.any() or (frozen != frozen[0]).any()):
                 (ranks,) = [each for each in self.grid.submeshes if rank in each]
                 lead = self._lead or "A collection: "
-                if lacks.any():
-                    return backward_error(lead, ranks, needs, lacks)
-                return freezing_error(lead, ranks, frozen != frozen[0])
+                error = backward_error(lead, ranks, needs.tolist(), lacks.tolist())
+                return error or freezing_error(lead, ranks, (frozen != frozen[0]).tolist())
         return None
 
     def check(self) -> None:

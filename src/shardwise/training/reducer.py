@@ -273,7 +273,7 @@ class Reducer:
                 self.reductions[number] = found
         #: What all ranks are known to train; see Note [Frozen on one rank].
         self.trained = {n for n in self.reductions if self.parameters[n].requires_grad}
-        #: Rows on a GPU, whose flags are read in the next pass: this one does not wait for them.
+        #: Flags on a GPU, which are read in the next pass: this one does not wait for them.
         self.unread: list[torch.Tensor] = []
         self.tables = {id(p) for declared in self.modules for p in declared.tables}
         #: The group of each axis that gradients are reduced along.
@@ -438,7 +438,7 @@ class Reducer:
     def _finish(self) -> None:
         while self.num_started < len(self.buckets):
             self._start()
-        sent, of_rows, changed = self.sent, self.of_rows, self.changed
+        sent, of_rows, changed = self.sent, list(self.of_rows), self.changed
         self._forget()
         with torch.no_grad(), because("data_parallel", implicit=False):
             for stage in range(1, max((len(each.collectives) for each in sent), default=1)):
@@ -470,10 +470,10 @@ class Reducer:
         silent = changed - set(first) - {self.reductions[id(p)] for p in of_rows}
         found: list[Bucket] = []
         for reduction in dict.fromkeys(self.reductions.values()):
-            row = first.get(reduction)
-            if not reduction.means or (row is None and reduction not in silent):
+            sent_row = first.get(reduction)
+            if not reduction.means or (sent_row is None and reduction not in silent):
                 continue
-            if row is None or self._is_changed(row, reduction in changed):
+            if sent_row is None or self._is_changed(sent_row, reduction in changed):
                 new = self._agree(reduction)
                 pairs = [(p, reduction) for p in new if not self._is_rows(id(p))]
                 of_rows += [p for p in new if self._is_rows(id(p))]
@@ -485,7 +485,7 @@ class Reducer:
         """Whether any rank trains other parameters than before; `here`: this one does."""
         local = one_part(row)
         if local.is_meta or (not local.is_cpu and not here):
-            self.unread += [] if local.is_meta else [row]
+            self.unread += [] if local.is_meta else [local[-2:].clone()]
             return False
         some, others = changed_on(row)
         if some and others and not local.is_cpu:
