@@ -8,6 +8,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import LayoutError, RankMismatchError
 from shardwise.parallel import data_parallel, fully_shard, parallelize_module
+from shardwise.training import reducer
 
 pytestmark = pytest.mark.processes
 
@@ -84,6 +85,33 @@ def frozen_alike(steps, accumulate):
     return found
 
 
+class _OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cpu = False
+
+
+def flags_that_are_read_later(with_sparse):
+    """Rank 1 freezes a parameter; what each step raises, on each rank."""
+    model, rank, said = Model(), dist.get_rank(), []
+    model.sparse.sparse = with_sparse
+    data_parallel(model, mesh())
+    real = reducer.one_part
+    reducer.one_part = lambda row: real(row).as_subclass(_OnGpu)
+    try:
+        for _ in range(2):
+            model.first.bias.requires_grad_(rank == 0)
+            try:
+                model(BATCHES[rank]).sum().backward()
+            except RankMismatchError as error:
+                said.append(str(error))
+                break
+            said.append(None)
+    finally:
+        reducer.one_part = real
+    return said
+
+
 def on_one_device(names, factor=1):
     model = Model()
     freeze(model, names)
@@ -123,6 +151,19 @@ def test_frozen_on_one_rank_between_steps(two_processes, names):
         ).replace("none is frozen", "none")
     for _, found in (first, second):
         torch.testing.assert_close(found, on_one_device([]))
+
+
+def test_on_a_gpu_ranks_without_a_change_hear_of_others_in_the_next_step(two_processes):
+    first, second = two_processes(flags_that_are_read_later, False)
+    assert first[0] is None
+    assert first[1] == second[0]
+    assert "Some ranks train other parameters" in first[1]
+
+
+def test_on_a_gpu_ranks_hear_of_changes_with_the_kinds_of_row_gradients(two_processes):
+    first, second = two_processes(flags_that_are_read_later, True)
+    assert first == second
+    assert "On rank 1: frozen: first.bias" in first[0]
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -329,8 +329,9 @@ class Reducer:
     def _forget(self) -> None:
         self.buckets: list[Bucket] = []
         self.of_rows: list[nn.Parameter] = []
-        #: The reductions of what was frozen or unfrozen on this rank.
+        #: The reductions of what was frozen or unfrozen on this rank; whether not all ranks did.
         self.changed: set[Reduction] = set()
+        self.is_unlike = False
         self.number: dict[int, int] = {}
         self.missing: list[set[int]] = []
         self.sent: list[SentBucket] = []
@@ -453,6 +454,8 @@ class Reducer:
             for bucket in late:
                 self._reduce_now(list(bucket.parameters), bucket.reduction)
             self._reduce_rows(of_rows, changed)
+        if self.is_unlike:
+            raise unlike_ranks()
         if self.unchecked:
             self._check()
 
@@ -488,8 +491,11 @@ class Reducer:
             self.unread += [] if local.is_meta else [local[-2:].clone()]
             return False
         some, others = changed_on(row)
-        if some and others and not local.is_cpu:
-            raise unlike_ranks()
+        if (
+            some and others and not local.is_cpu
+        ):  # the others do not know it yet: first end this pass
+            self.is_unlike = True
+            return False
         return some
 
     def _agree(self, reduction: Reduction) -> list[nn.Parameter]:
