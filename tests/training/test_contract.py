@@ -390,3 +390,16 @@ def test_parameters_that_are_frozen_between_steps(device):
                     torch.testing.assert_close(found, parameter.grad)
     # A bucket; with what froze, its comparison; and what is trained again.
     assert counts == [1, 1, 2, 1, 3, 3]
+
+
+def test_a_dtensor_that_is_trained_later_is_reduced_in_backward():
+    with shardwise.simulate(2):
+        mesh = mesh_of(dp=2)
+        model = shardwise.distribute_module(nn.Linear(2, 2), mesh).requires_grad_(False)
+        data_parallel(model, mesh)
+        x = shardwise.distribute_tensor(torch.ones(4, 2), mesh, [shardwise.Shard(0)])
+        for trained in (model.weight, model.bias):
+            trained.requires_grad_()
+            model(x).sum().backward()
+            assert trained.grad.placements == (Replicate(),)
+        assert torch.equal(model.bias.grad.full_tensor().agreed(), torch.full((2,), 4.0))

@@ -382,12 +382,14 @@ class Reducer:
             raise unlike_ranks()
         self.queued, self.backward = True, current_backward()
         _begun.append(weakref.ref(self))
+        for number in self._active():
+            if self.parameters[number].requires_grad != (number in self.trained):
+                reduction = self.reductions[number]
+                if reduction.means:
+                    self.changed.add(reduction)
+                else:  # the ranks of a DTensor run one program
+                    self.trained ^= {number}
         self.buckets, self.of_rows = self._current_buckets()
-        self.changed = {
-            self.reductions[n]
-            for n in self._active()
-            if self.parameters[n].requires_grad != (n in self.trained)
-        }
         self.missing = [{id(p) for p in bucket.parameters} for bucket in self.buckets]
         self.number = {id(p): i for i, b in enumerate(self.buckets) for p in b.parameters}
         after_backward(self._finish)
@@ -491,10 +493,8 @@ class Reducer:
             self.unread += [] if local.is_meta else [local[-2:].clone()]
             return False
         some, others = changed_on(row)
-        if (
-            some and others and not local.is_cpu
-        ):  # the others do not know it yet: first end this pass
-            self.is_unlike = True
+        if some and others and not local.is_cpu:
+            self.is_unlike = True  # the others do not know it yet: first end this pass
             return False
         return some
 

@@ -354,16 +354,19 @@ def _with_first_nan(
     first_row: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest numbers, and NaN where that is the first entry of a bag."""
-    ids, places = bags.found(0, None)
-    if not ids.shape[0] or not weight.shape[0]:
+    ids, num = bags.ids.reshape(-1), bags.ids.numel()
+    if not num or not weight.shape[0]:
         return best, place
-    edges = bags.edges(places)
-    starts = edges[:-1].clamp(max=ids.shape[0] - 1)
-    rows = ids.index_select(0, starts).long() - (first_row or 0)
-    here = (edges.diff() > 0) & (rows >= 0) & (rows < weight.shape[0])
+    starts, ends = bags.bounds[:-1], bags.bounds[1:]
+    if bags.padding_idx >= 0:  # from each position on, the first that counts
+        at = torch.arange(num, device=ids.device).masked_fill(ids == bags.padding_idx, num)
+        at = torch.nn.functional.pad(at.flip(0).cummin(0).values.flip(0), (0, 1), value=num)
+        starts = at.index_select(0, starts)
+    first = starts.clamp(max=num - 1).unsqueeze(1)
+    rows = ids.index_select(0, first.squeeze(1)).long() - (first_row or 0)
+    here = (starts < ends) & (rows >= 0) & (rows < weight.shape[0])
     entries = weight.index_select(0, rows.masked_fill(~here, 0))
     is_first = entries.isnan() & here.unsqueeze(1)
-    first = (starts if places is None else places.index_select(0, starts)).unsqueeze(1)
     if first_row is None:
         return best.masked_fill(is_first, math.nan), torch.where(is_first, first, place)
     return best.masked_fill(is_first, math.inf), torch.where(is_first, -1 - first, place)
