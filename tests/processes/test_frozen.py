@@ -1,11 +1,14 @@
 """Parameters that some ranks freeze: one device's numbers, or the same error on all ranks."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import shardwise
+from shardwise import DTensor
 from shardwise.errors import LayoutError, RankMismatchError
 from shardwise.parallel import data_parallel, fully_shard, parallelize_module
 from shardwise.training import reducer
@@ -40,9 +43,13 @@ def freeze(model, names):
 
 
 def gradients(model):
-    return {
-        name: None if p.grad is None else p.grad.to_dense() for name, p in model.named_parameters()
-    }
+    return {name: _whole(p.grad) for name, p in model.named_parameters()}
+
+
+def _whole(grad):
+    if grad is None:
+        return None
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad.to_dense()
 
 
 def layers_in_parallel(model, mesh):
@@ -55,9 +62,14 @@ def frozen_before(door):
     door(model, mesh())
 
 
-def frozen_after(names):
+def layers_fully_sharded(model, mesh):
+    fully_shard(model.second, mesh)
+    return fully_shard(model, mesh)
+
+
+def frozen_after(door, names):
     """Frozen on each rank between two steps; and a step after the error."""
-    model, rank = data_parallel(Model(), mesh()), dist.get_rank()
+    model, rank = door(Model(), mesh()), dist.get_rank()
     model(BATCHES[rank]).sum().backward()
     freeze(model, names[rank])
     said = None
@@ -71,14 +83,14 @@ def frozen_after(names):
     return said, gradients(model)
 
 
-def frozen_alike(steps, accumulate):
+def frozen_alike(door, steps, accumulate):
     """Steps in which all ranks freeze these parameters."""
-    model, rank, found = data_parallel(Model(), mesh()), dist.get_rank(), []
+    model, rank, found = door(Model(), mesh()), dist.get_rank(), []
     for names in steps:
         freeze(model, names)
         model.zero_grad()
         if accumulate:
-            with model.no_sync():
+            with unreduced(model):
                 model(BATCHES[1 - rank]).sum().backward()
         model(BATCHES[rank]).sum().backward()
         found.append(gradients(model))
@@ -112,6 +124,17 @@ def flags_that_are_read_later(with_sparse):
     return said
 
 
+@contextlib.contextmanager
+def unreduced(model):
+    if hasattr(model, "no_sync"):
+        with model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
 def on_one_device(names, factor=1):
     model = Model()
     freeze(model, names)
@@ -143,7 +166,7 @@ def test_frozen_on_one_rank_from_the_start(two_processes, door):
 )
 def test_frozen_on_one_rank_between_steps(two_processes, names):
     """Ranks stay in step, and are right again when all train the same."""
-    first, second = two_processes(frozen_after, names)
+    first, second = two_processes(frozen_after, data_parallel, names)
     assert first[0] == second[0]
     for rank, frozen in enumerate(names):
         assert f"On rank {rank}: {', '.join(frozen) or 'none'}" in first[0].replace(
@@ -166,8 +189,18 @@ def test_on_a_gpu_ranks_hear_of_changes_with_the_kinds_of_row_gradients(two_proc
     assert "On rank 1: frozen: first.bias" in first[0]
 
 
+@pytest.mark.parametrize("names", [([], ["first.bias"]), (["dense.weight"], ["first.weight"])])
+def test_frozen_on_one_rank_of_a_fully_sharded_group(two_processes, names):
+    first, second = two_processes(frozen_after, layers_fully_sharded, names)
+    assert first[0] == second[0]
+    assert f"On rank 1: frozen: {names[1][0]}" in first[0]
+    for _, found in (first, second):
+        torch.testing.assert_close(found, on_one_device([]))
+
+
+@pytest.mark.parametrize("door", [data_parallel, layers_fully_sharded])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_frozen_on_all_ranks_between_steps(two_processes, accumulate):
+def test_frozen_on_all_ranks_between_steps(two_processes, door, accumulate):
     steps = (
         [],
         ["first.bias"],
@@ -178,6 +211,6 @@ def test_frozen_on_all_ranks_between_steps(two_processes, accumulate):
         NAMES[1:],
         [],
     )
-    for found in two_processes(frozen_alike, steps, accumulate):
+    for found in two_processes(frozen_alike, door, steps, accumulate):
         for names, grads in zip(steps, found, strict=True):
             torch.testing.assert_close(grads, on_one_device(names, 2 if accumulate else 1))

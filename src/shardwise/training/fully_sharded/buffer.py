@@ -27,6 +27,8 @@ from shardwise.errors import LayoutError
 from shardwise.simulation.ranks import each_rank, localize, one_part, parts_of, roster_of, sized
 from shardwise.training.fully_sharded.members import Member, is_little, lengths_of, rows_of
 
+#: Flags of a rank in a row of gradients, beside one for each member.
+NUM_FLAGS = 2
 #: The lengths of all chunks, by the coordinate of a rank.
 Lengths = Callable[[Coordinate], list[int]]
 
@@ -373,7 +375,7 @@ class FlatBuffer:
         def lengths(place: Coordinate) -> list[int]:
             width = 2 if dtype.is_complex else 1
             held = self.gradient_pieces(place, numbers)[1]
-            return [width * (length + len(numbers)) for length in held]
+            return [width * (length + len(numbers) + NUM_FLAGS) for length in held]
 
         return lengths
 
@@ -384,11 +386,13 @@ class FlatBuffer:
         dtype: torch.dtype,
         lengths: Lengths | None,
         new_row: Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor],
+        changed: bool,
     ) -> torch.Tensor:
         """The gradients of members, by number, times their scales, laid out for a reduce-scatter.
 
-        A chunk has the pieces, and for each member a flag: whether there is a gradient. Chunks are
-        rows of a matrix, or with `lengths` of their own one after another.
+        A chunk has the pieces, for each member a flag, whether there is a gradient, and two more;
+        see Note [Frozen on one rank]. Chunks are rows of a matrix, or with `lengths` of their own
+        one after another.
         """
         numbers = tuple(grads)
         held = {n: localize(self.grid, grad) for n, grad in grads.items() if grad is not None}
@@ -396,7 +400,7 @@ class FlatBuffer:
         tensors = list(held.values()) or [localize(self.grid, self.whole)]  # type: ignore[arg-type]
         like, sent_as = tensors[0], dtype.to_real()
         own_last = collectives.sends_terms(like, sent_as, self.grid, self.axis)
-        flags = [float(n in held) for n in numbers]
+        flags = [*(float(n in held) for n in numbers), float(changed), float(not changed)]
         scale_of = dict(zip(numbers, scales, strict=True))
 
         def fill(place: Coordinate, *here: torch.Tensor) -> torch.Tensor:
@@ -443,13 +447,13 @@ class FlatBuffer:
     def gradients(
         self, row: torch.Tensor, numbers: tuple[int, ...], device: Any
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Each member's shard of the reduced gradients, and the flags."""
+        """Each member's shard of the reduced gradients, and the flags, two more than members."""
 
         def split(place: Coordinate, here: torch.Tensor) -> list[torch.Tensor]:
             here = here.flatten()
             if self.dtype.is_complex:
                 here = torch.view_as_complex(here.view(-1, 2))
-            flags = here[here.numel() - len(numbers) :].real
+            flags = here[here.numel() - len(numbers) - NUM_FLAGS :].real
             here = here.to(device=device, dtype=self.dtype)
             pieces, _ = self.gradient_pieces(place, numbers)
             mine = {piece.number: piece for piece in pieces if piece.chunk == place[self.axis]}

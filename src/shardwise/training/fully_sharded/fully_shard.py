@@ -348,6 +348,7 @@ def _close(group: ParameterGroup, found: list[Member]) -> None:
 def _replace(group: ParameterGroup, member: Member, made: torch.Tensor) -> None:
     old = member.parameter
     member.parameter = nn.Parameter(made, requires_grad=old.requires_grad)
+    member.trained = old.requires_grad
     for name, value in vars(old).items():
         if not name.startswith("_"):
             setattr(member.parameter, name, value)

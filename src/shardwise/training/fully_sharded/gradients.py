@@ -20,10 +20,14 @@ from shardwise.dtensor import autograd
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.simulation.ranks import one_part, plain_if_equal
+from shardwise.training.buckets import agree_on_trained, changed_on
 from shardwise.training.contract import MeshAxes
 from shardwise.training.fully_sharded.buffer import FlatBuffer, Lengths
 from shardwise.training.fully_sharded.members import CPUOffloadPolicy, Member, ShardAxes, tensors_in
 from shardwise.training.reducer import data_axes_along
+
+#: By the number of a member in its buffer.
+Gradients = dict[int, torch.Tensor | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -40,8 +44,11 @@ class Reducing:
     left: list[int] = field(default_factory=list)
     #: The lengths of the row's chunks, where they differ.
     lengths: Lengths | None = None
+    #: Gradients of members that not all ranks were known to train, and whether there are others.
+    late: Gradients = field(default_factory=dict)
+    changed: bool = False
     #: The gradients themselves, where nothing is sent.
-    grads: dict[int, torch.Tensor | None] | None = None
+    grads: Gradients | None = None
     finished: bool = False
     #: The collective that runs: waits for it, and returns the next row.
     wait: Callable[[], torch.Tensor] | None = None
@@ -130,12 +137,29 @@ class GroupGradients:
             numbers = range(len(buffer.members))
             mine = {n: grads[first + n] for n in numbers if first + n in grads}
             first += len(buffer.members)
-            if mine:
-                self._reduce(buffer, mine, rows)
+            members = dict(zip(numbers, buffer.members, strict=True))
+            # Nobody else is asked where nothing is sent, or where nothing was trained so far.
+            if not self._is_sent(buffer) or not any(m.trained for m in buffer.members):
+                for n in mine:
+                    members[n].trained = True
+            known = {n: mine.get(n) for n, member in members.items() if member.trained}
+            late = {n: grad for n, grad in mine.items() if not members[n].trained}
+            if not self._is_sent(buffer):
+                known = mine
+            if known:
+                self._reduce(buffer, known, late, rows)
+
+    def _is_sent(self, buffer: FlatBuffer) -> bool:
+        return buffer.parts > 1 or bool(self._left())
+
+    def _left(self) -> list[int]:
+        """The axes of replicas that gradients are reduced along."""
+        return [axis for axis in self.place.replicas if self.place.grid.shape[axis] > 1]
 
     def _reduce(
-        self, buffer: FlatBuffer, grads: dict[int, torch.Tensor | None], rows: RowsInFlight
+        self, buffer: FlatBuffer, grads: Gradients, late: Gradients, rows: RowsInFlight
     ) -> None:
+        """See Note [Frozen on one rank] in `reducer`; `late` waits for what the ranks compare."""
         kept: dict[int, tuple[int, ...]] = {}
         declared: dict[Grid, tuple[int, ...]] = {}
         for number, grad in grads.items():
@@ -145,8 +169,7 @@ class GroupGradients:
                 declared[grid] = data_axes_along(self.module, grid)
             grads[number], kept[number] = self._local_gradient(member, grad, declared[grid])
         given = [one_part(grad) for grad in grads.values() if grad is not None]
-        left = [axis for axis in self.place.replicas if self.place.grid.shape[axis] > 1]
-        if buffer.parts == 1 and not left:
+        if not self._is_sent(buffer):
             # Nothing is sent, so there is nothing to wait for: also not for a later pass.
             rows.reducing.append(Reducing(buffer, kept, None, True, grads=grads))
             return
@@ -154,13 +177,18 @@ class GroupGradients:
         dtype = self.dtype if self.dtype and computed.is_floating_point else computed
         scales = [self._share(buffer.members[n], axes) for n, axes in kept.items()]
         lengths = buffer.row_lengths(tuple(grads), dtype)
-        row = buffer.gradient_row(grads, scales, dtype, lengths, rows.new_row)
-        made = Reducing(buffer, kept, row, len(given) == len(grads), left, lengths)
+        changed = any(m.trained != m.parameter.requires_grad for m in buffer.members)
+        row = buffer.gradient_row(grads, scales, dtype, lengths, rows.new_row, changed)
+        all_here = len(given) == len(grads)
+        made = Reducing(buffer, kept, row, all_here, self._left(), lengths, late, changed)
         key = (id(buffer), tuple(kept.items()))
         before = self.unsynced.pop(key, None)
         if before is not None:
             made.row = row + before.row
             made.all_here |= before.all_here
+            made.changed |= before.changed
+            for number, grad in before.late.items():
+                made.late[number] = _sum(made.late.get(number), grad)
         if self.sync:
             rows.start(made, self.most)
         else:
@@ -207,10 +235,14 @@ class GroupGradients:
     def delivered(self, rows: RowsInFlight) -> dict[int, torch.Tensor]:
         """The sharded gradients of this backward pass, by id of their parameter."""
         found: dict[int, Any] = {}
-        for each in rows.taken(self.parameters.buffers):
+        waiting = deque(rows.taken(self.parameters.buffers))
+        while waiting:
+            each = waiting.popleft()
             for parameter, grad in self._finished(each):
-                before = found.get(id(parameter))
-                found[id(parameter)] = grad if before is None else before + grad
+                found[id(parameter)] = _sum(found.get(id(parameter)), grad)
+            if each.late:
+                self._reduce(each.buffer, each.late, {}, rows)
+                waiting += rows.taken(self.parameters.buffers)
         return found
 
     @torch.no_grad()
@@ -225,9 +257,12 @@ class GroupGradients:
                 while not reducing.finished:
                     reducing.advance()
             found, flags = buffer.gradients(reducing.row, numbers, device)
+            self._compare(reducing, flags)
             # A gradient without values may be one: nobody knows what other ranks used.
             assumed = reducing.all_here or one_part(flags).is_meta
-            used = [True] * len(numbers) if assumed else plain_if_equal(flags).tolist()
+            used = [True] * len(numbers)
+            if not assumed:
+                used = plain_if_equal(flags).tolist()[: len(numbers)]
         made = []
         for number, local, flag in zip(numbers, found, used, strict=True):
             if flag:  # else no rank used it
@@ -238,6 +273,19 @@ class GroupGradients:
                 layout = member.layout.with_placements(tuple(placements))
                 made.append((member.parameter, DTensor._wrap(local, layout)))
         return made
+
+    def _compare(self, reducing: Reducing, flags: torch.Tensor) -> None:
+        """If ranks freeze other members than before, compare them, and raise or go on."""
+        local = one_part(flags)
+        if local.is_meta or not (local.is_cpu or reducing.changed):
+            return
+        if changed_on(local)[0]:
+            members, grid = reducing.buffer.members, self.place.grid
+            frozen = [m.name for m in members if not m.parameter.requires_grad]
+            axes = (self.place.axis, *self.place.replicas)
+            agree_on_trained(frozen, [(grid, axis) for axis in axes])
+            for member in members:
+                member.trained = member.parameter.requires_grad
 
     def _share(self, member: Member, partial: tuple[int, ...]) -> float:
         """The factor that makes a sum of terms the mean over ranks' losses."""
@@ -262,6 +310,10 @@ class GroupGradients:
             grad = found.get(id(parameter))
             if grad is not None:
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+
+def _sum(a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else a + b
 
 
 def _axes_in(other: Grid, grid: Grid, axes: tuple[int, ...]) -> set[int]:

@@ -50,6 +50,8 @@ class Member:
     own: bool
     #: The dim whose rows are shared out; in the buffer it is the outermost.
     dim: int = 0
+    #: Whether all ranks are known to train it; see Note [Frozen on one rank] in `reducer`.
+    trained: bool = True
 
     @property
     def statistics(self) -> torch.Tensor | None:
