@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,6 +225,26 @@ def changed_on(row: torch.Tensor) -> tuple[bool, bool]:
     """
     changed, unchanged = one_part(row)[-2:].tolist()
     return changed != 0, unchanged != 0
+
+
+def changed_on_later(row: torch.Tensor) -> Callable[[], tuple[bool, bool]]:
+    """A function that returns `changed_on` of a row on a GPU.
+
+    If it is called when the device is past the row, as in the next pass, nothing waits.
+    """
+    flags = one_part(row)[-2:]
+    if not flags.is_cuda:
+        return functools.partial(changed_on, flags.clone())
+    seen = torch.empty(2, dtype=flags.dtype, pin_memory=True)
+    seen.copy_(flags, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def read() -> tuple[bool, bool]:
+        arrived.synchronize()
+        return changed_on(seen)
+
+    return read
 
 
 def unlike_ranks() -> RankMismatchError:

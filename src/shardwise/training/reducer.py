@@ -62,6 +62,7 @@ from shardwise.training.buckets import (
     agree_on_trained,
     average_rows,
     changed_on,
+    changed_on_later,
     check_plain_gradients,
     collectives_for,
     flattened,
@@ -274,7 +275,7 @@ class Reducer:
         #: What all ranks are known to train; see Note [Frozen on one rank].
         self.trained = {n for n in self.reductions if self.parameters[n].requires_grad}
         #: Flags on a GPU, which are read in the next pass: this one does not wait for them.
-        self.unread: list[torch.Tensor] = []
+        self.unread: list[Callable[[], tuple[bool, bool]]] = []
         self.tables = {id(p) for declared in self.modules for p in declared.tables}
         #: The group of each axis that gradients are reduced along.
         self.groups: dict[Axis, str | None] = {}
@@ -377,9 +378,10 @@ class Reducer:
         return self.num_started == len(self.buckets)
 
     def _begin(self) -> None:
-        unread, self.unread = self.unread, []
-        if any(changed_on(row)[0] for row in unread):
-            raise unlike_ranks()
+        if not _is_captured():
+            unread, self.unread = self.unread, []
+            if any(some for some, _ in [read() for read in unread]):
+                raise unlike_ranks()
         self.queued, self.backward = True, current_backward()
         _begun.append(weakref.ref(self))
         for number in self._active():
@@ -489,8 +491,10 @@ class Reducer:
     def _is_changed(self, row: torch.Tensor, here: bool) -> bool:
         """Whether any rank trains other parameters than before; `here`: this one does."""
         local = one_part(row)
-        if local.is_meta or (not local.is_cpu and not here):
-            self.unread += [] if local.is_meta else [local[-2:].clone()]
+        if local.is_meta or _is_captured():
+            return False
+        if not local.is_cpu and not here:
+            self.unread.append(changed_on_later(row))
             return False
         some, others = changed_on(row)
         if some and others and not local.is_cpu:
@@ -543,6 +547,11 @@ class Reducer:
             check_plain_gradients(declared.module)
         if not self.reductions:
             self.retire()
+
+
+def _is_captured() -> bool:
+    """Whether a CUDA graph is being captured, in which the host reads nothing."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def without_history(what: str) -> UnsupportedError:

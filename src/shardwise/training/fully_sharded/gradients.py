@@ -20,7 +20,7 @@ from shardwise.dtensor import autograd
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.simulation.ranks import one_part, plain_if_equal
-from shardwise.training.buckets import agree_on_trained, changed_on
+from shardwise.training.buckets import agree_on_trained, changed_on, unlike_ranks
 from shardwise.training.contract import MeshAxes
 from shardwise.training.fully_sharded.buffer import FlatBuffer, Lengths
 from shardwise.training.fully_sharded.members import CPUOffloadPolicy, Member, ShardAxes, tensors_in
@@ -279,7 +279,10 @@ class GroupGradients:
         local = one_part(flags)
         if local.is_meta or not (local.is_cpu or reducing.changed):
             return
-        if changed_on(local)[0]:
+        some, others = changed_on(local)
+        if some and others and not local.is_cpu:
+            raise unlike_ranks()  # the others do not know it
+        if some:
             members, grid = reducing.buffer.members, self.place.grid
             frozen = [m.name for m in members if not m.parameter.requires_grad]
             axes = (self.place.axis, *self.place.replicas)
