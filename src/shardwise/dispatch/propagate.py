@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,23 +78,27 @@ def propagate(
     """
     grid = layouts[0].grid
     best: tuple[tuple[bool, float, int, int, int], Combination] | None = None
-    per_axis = [
-        [(_least_s(choice, seen.placed, size), choice) for choice in rule.choices(seen)]
-        for seen, size in zip(_along_axes(call, layouts, grid, preferred), grid.shape, strict=True)
+    calls = list(_along_axes(call, layouts, grid, preferred))
+    per_axis = [list(rule.choices(seen)) for seen in calls]
+    least_of = [
+        [_least_s(choice, seen) for choice in choices]
+        for seen, choices in zip(calls, per_axis, strict=True)
     ]
     # By lower bound: most combinations are neither checked nor searched.
-    idles = _idling(call, layouts, grid)
-    ranked = [
-        (idles(picked), sum(least for least, _ in picked), number, picked)
-        for number, picked in enumerate(itertools.product(*per_axis))
-    ]
-    ranked.sort(key=lambda each: each[:2])
+    ranked = sorted(
+        zip(
+            _idling(call, layouts, grid, per_axis),
+            map(sum, itertools.product(*least_of)),
+            itertools.count(),
+            itertools.product(*per_axis),
+            strict=False,
+        )
+    )
     orders = _orders(layouts, preferred)
-    for idle, least, number, picked in ranked:
+    for idle, least, number, choices in ranked:
         # The sums of a bound and of a cost may be rounded differently.
         if best is not None and (idle, least) > (best[0][0], best[0][1] * (1 + 1e-9)):
             break
-        choices = tuple(choice for _, choice in picked)
         if not _compatible(choices, call, grid):
             continue
         for place, order in enumerate(orders):
@@ -119,39 +123,32 @@ def propagate(
 
 
 def _idling(
-    call: Call, layouts: Sequence[Layout], grid: Grid
-) -> Callable[[Sequence[tuple[float, Choice]]], bool]:
-    """Whether choices would newly split a dim of size 1: one rank would do all the work."""
+    call: Call, layouts: Sequence[Layout], grid: Grid, per_axis: Sequence[Sequence[Choice]]
+) -> Iterable[bool]:
+    """Whether each combination newly splits a dim of size 1: one rank would do all the work."""
     single = [
         {d for d, n in enumerate(meta.shape) if type(n) is int and n == 1} for meta in call.inputs
     ]
     if not any(single):
-        return lambda _: False
+        return itertools.repeat(False)
 
-    def splits(placement: Placement, number: int) -> bool:
-        return isinstance(placement, Shard) and placement.dim in single[number]
-
-    open_axes = [
-        axis
-        for axis, size in enumerate(grid.shape)
-        if size > 1
-        and not any(splits(layout.placements[axis], i) for i, layout in enumerate(layouts))
-    ]
-
-    def idles(picked: Sequence[tuple[float, Choice]]) -> bool:
+    def splits(placements: Iterable[Placement]) -> bool:
         return any(
-            splits(placement, number)
-            for axis in open_axes
-            for number, placement in enumerate(picked[axis][1].inputs)
+            isinstance(p, Shard) and p.dim in dims
+            for p, dims in zip(placements, single, strict=True)
         )
 
-    return idles
+    idle = []
+    for axis, (size, choices) in enumerate(zip(grid.shape, per_axis, strict=True)):
+        newly = size > 1 and not splits(layout.placements[axis] for layout in layouts)
+        idle.append([newly and splits(choice.inputs) for choice in choices])
+    return map(any, itertools.product(*idle))
 
 
-def _least_s(choice: Choice, placed: Sequence[Placement], axis_size: int) -> float:
-    """A lower bound of what a choice of one axis costs."""
-    sent = sum(collective_s(each.kind, axis_size, each.num_bytes) for each in choice.sent)
-    return _postponed_s((choice,)) + sent + least_s(placed, choice.inputs)
+def _least_s(choice: Choice, call: Call) -> float:
+    """A lower bound of what a choice costs along the axis of this call."""
+    sent = sum(collective_s(each.kind, call.axis_size, each.num_bytes) for each in choice.sent)
+    return _postponed_s((choice,)) + sent + least_s(call.placed, choice.inputs)
 
 
 def every_plan(
@@ -305,12 +302,15 @@ def _postponed_s(choices: Sequence[Choice]) -> float:
 
     Not all of it, and none of their bytes: a gradient that stays Partial is reduced with others.
     """
-    pending = sum(
-        any(p.is_partial() for p in choice.outputs)
-        and not any(p.is_partial() for p in choice.inputs)
-        for choice in choices
-    )
-    return pending * LATENCY_S / 2
+    return sum(map(_postpones, choices)) * LATENCY_S / 2
+
+
+def _postpones(choice: Choice) -> bool:
+    """Whether an output is Partial, and no input is."""
+    for placement in choice.outputs:
+        if placement.is_partial():
+            return not any(p.is_partial() for p in choice.inputs)
+    return False
 
 
 def _sent_s(sent: Sequence[tuple[int, CollectiveCost]], grid: Grid) -> float:
