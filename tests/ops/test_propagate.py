@@ -35,6 +35,7 @@ def test_the_bound_leaves_out_nothing_that_is_cheaper(monkeypatch, shape, placem
         return found
 
     monkeypatch.setattr(plan, "propagate", with_and_without_bound)
+    monkeypatch.setattr(plan, "_decisions", {})
     with shardwise.simulate(8):
         mesh = shardwise.init_device_mesh("cpu", shape)
         whole = [R] * len(shape)

@@ -1,10 +1,14 @@
-"""make_entry: plans an op call, given the layouts of its tensors; Entry: the plan, in a cache."""
+"""make_entry: plans an op call, given the layouts of its tensors; Entry: the plan, in a cache.
+
+Decision: what is the same about a plan in every world.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,8 +31,16 @@ from shardwise.dispatch.catalog import (
 from shardwise.dispatch.factors import bounded
 from shardwise.dispatch.infer import outputs_of
 from shardwise.dispatch.local_call import fastest, local_call
-from shardwise.dispatch.propagate import CallPlan, forbid_move, propagate, unsupported
-from shardwise.dispatch.rule import Call, TensorMeta
+from shardwise.dispatch.propagate import (
+    CallPlan,
+    Combination,
+    forbid_move,
+    plan_of,
+    propagate,
+    unsupported,
+)
+from shardwise.dispatch.rule import Call, Rule, TensorMeta
+from shardwise.dispatch.shapes import ASKED
 from shardwise.dispatch.wrapped import note_write, reduced_once
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.redistribute.execute import prepare
@@ -49,17 +61,32 @@ def make_entry(
     if rule is None:
         raise UnsupportedError(unsupported(op, layouts))
     symbolic = any(layout.symbolic for layout in layouts) or _symbolic_arguments(args)
-    inputs = tuple(TensorMeta(lo.shape, lo.stride, lo.dtype) for lo in layouts)
-    outputs, shape = outputs_of(rule, called, args, kwargs, inputs, symbolic=symbolic)
-    call = Call(op, tuple(args), kwargs, inputs, outputs)
+    # What a user's rule or a kernel says may depend on more than values.
+    has_key = not (symbolic or rule.by_value or called in ASKED)
+    key = _value_key(called, args, kwargs, layouts, preferred) if has_key else None
+    known = _known_decision(key, rule)
+    inputs = tuple(map(_meta, layouts))
+    if known is None:
+        outputs, shape = outputs_of(rule, called, args, kwargs, inputs, symbolic=symbolic)
+    else:
+        outputs, shape = known.outputs, known.shape
+    call = Call(op, tuple(map(_without_mesh, args)), kwargs, inputs, outputs)
     written = written_inputs(op)
     fixed = [i for i, path in enumerate(paths) if path[0] in written]
     for number in fixed:
         check_writable(op, layouts[number])
         _check_own_entries(op, layouts[number])
-    decide = functools.partial(propagate, rule, call, layouts, fixed=fixed, preferred=preferred)
+
+    def decide() -> tuple[Combination, CallPlan]:
+        chosen = (
+            propagate(rule, call, layouts, fixed=fixed, preferred=preferred)
+            if known is None
+            else known.chosen
+        )
+        return chosen, plan_of(rule, call, layouts, chosen)
+
     # Comparisons made while planning do not belong in a graph.
-    plan = unrecorded(decide) if symbolic else decide()
+    chosen, plan = unrecorded(decide) if symbolic else decide()
     entry = Entry(plan)
     if layouts[0].grid.outside:
         entry.call = _computes_nothing(layouts[0].grid, plan.outputs, shape, bool(written))
@@ -67,9 +94,12 @@ def make_entry(
     if plan.steps is not None:
         entry.move = mover(paths, plan)
     binding = called if called is not op else None
-    runs_op = binding is None and plan.local is None and isinstance(op, OpOverload)
-    if runs_op and not symbolic:
+    if known is not None:
+        binding = known.binding
+    elif binding is None and plan.local is None and isinstance(op, OpOverload) and not symbolic:
         binding = fastest(op, args, kwargs, shape)
+    if known is None and key is not None:
+        _keep_decision(key, Decision(rule, outputs, shape, chosen, binding))
     if op is torch.ops.aten.view.default and plan.outputs[0].snapshot:
         binding = torch.Tensor.reshape  # a copy may have other strides than the global ones
     call_local = functools.partial(local_call, op, binding=binding)
@@ -78,6 +108,91 @@ def make_entry(
         check_written_once(op, layouts[fixed[0]])
         entry.call = _written_back(entry.call, written[0])
     return _finished(entry, op, layouts[0].grid, written, shape)
+
+
+# -- decisions -----------------------------------------------------------------------------------
+# Decision: what planning finds out from values alone, once in a process. Plans belong to a world,
+# and tests open a simulated world each. Nothing here holds a mesh, a layout or a tensor.
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The outputs of a call, the choices of `rule` and torch's function for the op."""
+
+    rule: Rule
+    outputs: tuple[TensorMeta, ...]
+    shape: Any
+    chosen: Combination
+    binding: Callable[..., Any] | None
+
+
+_decisions: dict[Any, Decision] = {}
+_MAX_DECISIONS = 8192
+
+
+def _known_decision(key: Any, rule: Rule) -> Decision | None:
+    known = None if key is None else _decisions.get(key)
+    return known if known is not None and known.rule is rule else None
+
+
+def _keep_decision(key: Any, decision: Decision) -> None:
+    if len(_decisions) >= _MAX_DECISIONS:
+        _decisions.clear()
+    _decisions[key] = decision
+
+
+#: The types of arguments that are values, beside layouts and lists.
+_VALUES = frozenset(
+    {int, float, bool, complex, str, type(None)}
+    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+
+
+def _value_key(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    layouts: Sequence[Layout],
+    preferred: Layout | None,
+) -> Any:
+    """All that a decision depends on, as a value; None where an argument is not a value."""
+    grid = layouts[0].grid
+    if grid.outside:
+        return None
+    world_free = (grid.shape, grid.device_type, torch.get_default_dtype())
+    try:
+        values = [_value(each) for each in (*args, preferred, *kwargs.values())]
+    except _NoValueError:
+        return None
+    return op, world_free, *kwargs, *values
+
+
+class _NoValueError(Exception):
+    """Raised for an argument that is not a value, such as a tensor."""
+
+
+def _value(arg: Any) -> Any:
+    kind = type(arg)
+    if kind is Layout:
+        return arg.placements, arg.order, arg.shape, arg.stride, arg.dtype, arg.snapshot
+    if kind is list or kind is tuple:
+        return kind, *map(_value, arg)
+    if kind in _VALUES:
+        return kind, arg  # True is not 1
+    raise _NoValueError
+
+
+def _without_mesh(arg: Any) -> Any:
+    """The argument as a rule sees it: a choice that keeps it keeps no mesh."""
+    if isinstance(arg, Layout):
+        return _meta(arg)
+    if isinstance(arg, (list, tuple)) and any(isinstance(each, Layout) for each in arg):
+        return [_without_mesh(each) for each in arg]
+    return arg
+
+
+def _meta(layout: Layout) -> TensorMeta:
+    return TensorMeta(layout.shape, layout.stride, layout.dtype)
 
 
 def _finished(entry: Entry, op: Any, grid: Grid, written: Sequence[int], shape: Any) -> Entry:

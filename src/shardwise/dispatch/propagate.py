@@ -1,4 +1,4 @@
-"""From an op and the layouts of its inputs to a CallPlan; errors of strict mode.
+"""From an op and the layouts of its inputs to a Combination and a CallPlan; errors of strict mode.
 
 The rule is called once per mesh axis; its choices are combined over the axes, and the combination
 wins whose inputs are cheapest to redistribute, unless it would split a dim of size 1. Ties go to
@@ -70,8 +70,8 @@ def propagate(
     *,
     fixed: Sequence[int] = (),
     preferred: Layout | None = None,
-) -> CallPlan:
-    """The cheapest plan of `call` for inputs in `layouts`.
+) -> Combination:
+    """The choices of the cheapest plan of `call` for inputs in `layouts`.
 
     Inputs in `fixed` must not move (the op writes to them). With `preferred`, the first output must
     have that layout, except that it may stay Partial where `preferred` is replicated.
@@ -119,7 +119,7 @@ def propagate(
                 best = ((idle, cost, *ties), combination)
     if best is None:
         raise UnsupportedError(unsupported(call.op, layouts, fixed))
-    return _plan(rule, call, layouts, best[1], grid)
+    return best[1]
 
 
 def _idling(
@@ -182,7 +182,7 @@ def every_plan(
                     continue
                 done.add(met)
                 if _compatible(choices, call, grid) and _is_valid(combination, call, grid):
-                    plan = _plan(rule, call, layouts, combination, grid, moved=False)
+                    plan = plan_of(rule, call, layouts, combination, moved=False)
                     same = (plan.inputs, plan.outputs, plan.local)
                     if same not in done:
                         done.add(same)
@@ -325,16 +325,16 @@ def _preference(combination: Combination, num_outputs: int) -> tuple[int, int]:
     )
 
 
-def _plan(
+def plan_of(
     rule: Rule,
     call: Call,
     layouts: Sequence[Layout],
     chosen: Combination,
-    grid: Grid,
     *,
     moved: bool = True,
 ) -> CallPlan:
     """The plan of a combination; without `moved`, its inputs have their layouts already."""
+    grid = layouts[0].grid
     inputs = tuple(
         _place(layout, chosen.input(i), chosen.order) for i, layout in enumerate(layouts)
     )
