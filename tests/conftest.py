@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import sys
 
 import hypothesis
@@ -27,6 +28,18 @@ hypothesis.settings.register_profile(
     "shardwise", derandomize=True, deadline=None, max_examples=100, database=None
 )
 hypothesis.settings.load_profile("shardwise")
+
+
+#: How a file says that all of it is slow.
+_ALL_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Slow files that are left out are not imported either: models and compilers above all."""
+    asked = config.option.markexpr
+    if "not slow" in asked and " or " not in asked and collection_path.suffix == ".py":
+        return True if _ALL_SLOW.search(collection_path.read_text()) else None
+    return None
 
 
 @pytest.hookimpl(wrapper=True)
