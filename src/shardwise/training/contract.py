@@ -120,11 +120,8 @@ def tensor_axes(module: nn.Module) -> dict[Axis, str]:
 
 
 def describe_trained(module: nn.Module) -> list[str]:
-    """Which parameters are frozen, as lines that ranks compare."""
-    return [
-        f"{name} is {'trained' if parameter.requires_grad else 'frozen'}"
-        for name, parameter in module.named_parameters()
-    ]
+    """Which parameters are frozen, as lines that ranks compare; in order of their names."""
+    return sorted(f"{n} is frozen" for n, p in module.named_parameters() if not p.requires_grad)
 
 
 def check_axes_differ(data: Iterable[MeshAxes], split: dict[Axis, str], caller: str) -> None:
