@@ -307,24 +307,44 @@ def _of_small_batches(options: argparse.Namespace) -> dict[str, float]:
 
 
 def _of_one_table(options: argparse.Namespace) -> dict[str, float]:
-    """`F.embedding_bag` of one table, a DTensor on a mesh of one rank, and plain: device time."""
+    """One table, a DTensor split by rows on a mesh of one rank, and plain.
+
+    Device time of a large batch; and of batches of 256 the larger of the host's and the device's.
+    """
     import shardwise
 
-    rows, dim, batch = options.rows, options.dim, options.batch
+    rows, dim, found = options.rows, options.dim, {}
     plain = torch.randn(rows, dim, device="cuda")
-    ids = draw_ids(batch * options.ids, rows, "power law").view(batch, options.ids)
-    grad = torch.randn(batch, dim, device="cuda")
-    found = {f"torch {name}": ms for name, ms in _device_times(plain, ids, grad).items()}
-    with shardwise.simulate(1):
-        mesh = shardwise.init_device_mesh("cuda", (1,))
-        whole = [shardwise.distribute_tensor(x, mesh, [shardwise.Replicate()]) for x in (ids, grad)]
-        table = shardwise.distribute_tensor(plain, mesh, [shardwise.Shard(0)])
-        found = {**_device_times(table, *whole), **found}
-    _show("one table, power law ids, device time", found)
+    for batch, clock, name in (
+        (options.batch, _device_ms, "device time"),
+        (256, lambda action: median_ms(action, 50, 10), "batch 256, called from Python"),
+    ):
+        ids = draw_ids(batch * options.ids, rows, "power law").view(batch, options.ids)
+        grad = torch.randn(batch, dim, device="cuda")
+        with shardwise.simulate(1):
+            mesh = shardwise.init_device_mesh("cuda", (1,))
+            whole = [
+                shardwise.distribute_tensor(x, mesh, [placement])
+                for x, placement in zip(
+                    (plain, ids, grad),
+                    (shardwise.Shard(0), shardwise.Replicate(), shardwise.Replicate()),
+                    strict=True,
+                )
+            ]
+            actions = {
+                f"{side}{what}": action
+                for side, given in (("", whole), ("torch ", (plain, ids, grad)))
+                for what, action in _of_table(*given).items()
+            }
+            times = {what: clock(action) for what, action in actions.items()}
+        _show(f"one table, power law ids, {name}", times)
+        found.update({f"{what}, {name}": ms for what, ms in times.items()})
     return found
 
 
-def _device_times(table: Any, ids: Any, grad: Any) -> dict[str, float]:
+def _of_table(table: Any, ids: Any, grad: Any) -> dict[str, Callable[[], Any]]:
+    """What users call."""
+
     def trained(sparse: bool) -> Callable[[], None]:
         def action() -> None:
             leaf = table.detach().requires_grad_()
@@ -332,10 +352,20 @@ def _device_times(table: Any, ids: Any, grad: Any) -> dict[str, float]:
 
         return action
 
+    weight = torch.nn.Parameter(table.detach())
+    sgd = torch.optim.SGD([weight], lr=0.01)
+
+    def step() -> None:
+        F.embedding_bag(ids, weight, mode="sum", sparse=True).sum().backward()
+        sgd.step()
+        sgd.zero_grad()
+
     return {
-        "forward": _device_ms(lambda: F.embedding_bag(ids, table, mode="sum")),
-        "forward and dense backward": _device_ms(trained(sparse=False)),
-        "forward and row-sparse backward": _device_ms(trained(sparse=True)),
+        "lookup": lambda: F.embedding(ids, table),
+        "bags": lambda: F.embedding_bag(ids, table, mode="sum"),
+        "bags and dense gradient": trained(sparse=False),
+        "bags and row-sparse gradient": trained(sparse=True),
+        "step with row-sparse SGD": step,
     }
 
 

@@ -45,7 +45,7 @@ def fused(monkeypatch):
             lambda x: kernels if x.dtype in DTYPES and not x.is_meta else None,
         )
     asked = []
-    for name in ("look_up", "largest", "add_gradients", "row_gradient", "weight_gradient"):
+    for name in ("look_up", "largest", "add_gradients", "part_gradient", "weight_gradient"):
         real = getattr(TritonBackend, name)
 
         def counted(*args, name=name, real=real):
@@ -162,8 +162,22 @@ def test_weights_of_samples_and_rows_that_have_a_gradient(mesh, fused, placement
     for form in ("offsets",) if INTERPRETED else ("two dims", "offsets"):
         check(mesh, (placement, R), form, weighted=True, mode="sum", sparse=True, padding_idx=2)
     check(mesh, (placement, R), "offsets", mode="mean", sparse=True)
-    assert {"look_up", "row_gradient", "weight_gradient"} <= set(fused)
+    assert {"look_up", "part_gradient", "weight_gradient"} <= set(fused)
     assert "add_gradients" not in fused
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_rows_of_ids_are_one_lookup(mesh, fused, dtype):
+    ids = torch.randint(0, ROWS, (4, 3), device=DEVICE, dtype=dtype)
+    weight, upstream = torch.randn(ROWS, COLUMNS, device=DEVICE), torch.randn(4, 3, COLUMNS)
+    one = weight.clone().requires_grad_()
+    F.embedding(ids, one).backward(upstream.to(DEVICE))
+    sharded = lay(weight, mesh, UNEVEN).requires_grad_()
+    found = F.embedding(lay(ids, mesh, R), sharded, sparse=True)
+    found.backward(lay(upstream.to(DEVICE), mesh, R))
+    assert_close(whole(found.detach()), F.embedding(ids, weight))
+    assert_close(whole(sharded.grad.to_dense()), one.grad)
+    assert set(fused) == {"look_up", "part_gradient"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -12,6 +12,7 @@ capture it is allocated anew: the graph keeps its own, and outlives what is kept
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -78,6 +79,10 @@ class Launches:
             *grid, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
             *addresses, *numbers, *constants,
         )  # fmt: skip
+
+
+#: Those of a device.
+launches_on = functools.lru_cache(None)(Launches)
 
 
 def _watched() -> bool:

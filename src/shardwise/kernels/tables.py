@@ -19,7 +19,14 @@ import triton.language as tl
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.kernels import DTYPES
-from shardwise.kernels.launch import KernelScratch, Launches, is_captured, num_pieces, padded_dim
+from shardwise.kernels.launch import (
+    KernelScratch,
+    assert_owned,
+    is_captured,
+    launches_on,
+    num_pieces,
+    padded_dim,
+)
 
 #: Columns of `TableSet.features`.
 FEATURE_COLUMNS = (
@@ -72,6 +79,23 @@ class TableLines(NamedTuple):
     in_one_buffer: bool
 
 
+class Unread(NamedTuple):
+    """In place of a table of which no kernel reads a row: that of a gradient."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def data_ptr(self) -> int:
+        return 0
+
+
 class TableSet:
     """Tables on one device, by their current addresses, and the features that look them up.
 
@@ -81,7 +105,7 @@ class TableSet:
 
     def __init__(
         self,
-        tables: Sequence[torch.Tensor],
+        tables: Sequence[torch.Tensor | Unread],
         feature_tables: Sequence[int],
         first_rows: Sequence[int] | None = None,
         means: Sequence[bool] | None = None,
@@ -92,7 +116,7 @@ class TableSet:
                     f"table {number} is {table.dtype} of shape {tuple(table.shape)}; the kernels "
                     "take contiguous matrices of float32, bfloat16 or float16."
                 )
-        self.tables = list(tables)
+        self.tables: list[Any] = list(tables)
         self.feature_tables = tuple(feature_tables)
         self.first_rows = tuple(first_rows) if first_rows is not None else (0,) * len(tables)
         self.masked = first_rows is not None
@@ -115,7 +139,7 @@ class TableSet:
         self._in_graphs: list[torch.Tensor] = []
         self.device = tables[0].device
         self.scratch = KernelScratch(self.device)
-        self.launches = Launches(self.device)
+        self.launches = launches_on(self.device)
 
     @cached_property
     def flags(self) -> torch.Tensor:
@@ -141,7 +165,7 @@ class TableSet:
                 ]
                 for t, start, stride, mean in places
             ]
-            self._features = (out, self._on_device(rows))
+            self._features = (out, on_device(rows, self.device))
         if is_captured(self.device):
             self._in_graphs.append(self._features[1])
         return self._features[1]
@@ -176,11 +200,20 @@ class TableSet:
             for t, table in enumerate(self.tables)
         ]
         rows.append([0, self.num_keys, 0, 0, 0, 0])
-        return TableLines(self._on_device(rows), _in_one_buffer(self.tables, states))
+        return TableLines(on_device(rows, self.device), _in_one_buffer(self.tables, states))
 
-    def _on_device(self, rows: list[list[int]]) -> torch.Tensor:
-        # Without waiting: the values are staged before the call returns.
-        return torch.tensor(rows, dtype=torch.int64).to(self.device, non_blocking=True)
+
+def on_device(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """Addresses and sizes in device memory. New tensors are often where older ones were."""
+    known = tuple(map(tuple, rows))
+    # What a graph's memory pool holds is the graph's.
+    return (_on_device.__wrapped__ if is_captured(device) else _on_device)(known, device)
+
+
+@lru_cache(256)
+def _on_device(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
+    # Without waiting: the values are staged before the call returns.
+    return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
 
 class KnownSets:
@@ -208,6 +241,12 @@ class KnownSets:
                 aliases, range(len(aliases)), first_rows
             )
         return found
+
+
+@lru_cache(64)
+def set_of_shape(table: Unread, first_row: int) -> TableSet:
+    """The set of one shard of a table, for what does not depend on its values."""
+    return TableSet([table], [0], (first_row,))
 
 
 #: Read by captured graphs: kept alive.
@@ -336,6 +375,24 @@ class Records:
     def add_to_graphs(self, record: Record) -> None:
         """Keep what a replay finds."""
         torch.maximum(self.of_graphs, record.numbers, out=self.of_graphs)
+
+
+def assert_inside(ids: torch.Tensor, num_rows: int) -> None:
+    """Contiguous ids that are not all rows of a table fail on the device."""
+    num_ids = ids.numel()
+    if num_ids:
+        grid, numbers = (num_pieces(num_ids, _BLOCK), 1), (num_ids, num_rows)
+        launches_on(ids.device).run(
+            _assert_inside, grid, (ids,), numbers, (_BLOCK,), num_warps=4, debug=True
+        )
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_rows"])
+def _assert_inside(ids, num_ids, num_rows, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < num_ids
+    row = tl.load(ids + at, mask=here, other=0)
+    assert_owned((row >= 0) & (row < num_rows), here, None)
 
 
 def check_bags(

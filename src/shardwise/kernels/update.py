@@ -119,20 +119,27 @@ def add_gradients(tables: TableSet, trace: Trace, grad: torch.Tensor) -> None:
 
 
 def row_sums(
-    trace: Trace, grad: torch.Tensor, dim: int, dtype: torch.dtype
+    trace: Trace, grad: torch.Tensor, num_rows: int, dim: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of one table that were looked up, each once and in order, and their gradients.
 
-    The trace's keys are rows. Their count is data-dependent: this waits for the device.
+    The trace's keys are rows, or `num_rows` for none. How many differ is data-dependent: this
+    waits for the device.
     """
     keys, order = torch.sort(trace.keys)
-    rows, numbers = torch.unique_consecutive(keys, return_inverse=True)
-    sums = torch.zeros(rows.shape[0], dim, dtype=dtype, device=grad.device)
-    if rows.shape[0]:
-        at_rate_one = (-1, 0, 0, 0, 0, 1, 1)
-        tables = TableSet([sums], [0])
-        update_sorted(tables, trace, numbers, order, grad, "sgd", (), at_rate_one)
-    return rows.long(), sums
+    numbers = torch.zeros(keys.shape, dtype=torch.int64, device=keys.device)
+    num_found = 0
+    if keys.shape[0]:
+        torch.cumsum(torch.ne(keys[1:], keys[:-1]), 0, out=numbers[1:])
+        last_number, last_key = torch.stack([numbers[-1], keys[-1].long()]).tolist()
+        num_found = last_number + (last_key != num_rows)
+    sums = torch.zeros(num_found, dim, dtype=dtype, device=grad.device)
+    if not num_found:
+        return numbers[:0], sums
+    rows = torch.empty_like(numbers[: last_number + 1]).scatter_(0, numbers, keys.long())
+    at_rate_one = (-1, 0, 0, 0, 0, 1, 1)
+    update_sorted(TableSet([sums], [0]), trace, numbers, order, grad, "sgd", (), at_rate_one)
+    return rows[:num_found], sums
 
 
 # -- update rows ---------------------------------------------------------------------------------

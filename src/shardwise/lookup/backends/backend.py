@@ -52,10 +52,16 @@ class Query:
 class PartQuery(Query):
     """For fused kernels: ids count in a larger table, which has `first_row` as the first row here.
 
-    Ids of other rows are skipped, and ids after the last bag.
+    Ids of other rows are skipped, and ids after the last bag. Bags are given by where each begins
+    and the last one ends, in place of lengths.
     """
 
+    offsets: torch.Tensor | None = None
     first_row: int = 0
+
+    @property
+    def num_bags(self) -> int:
+        return self.ids.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
 
 
 #: Per stack of a rank: a lookup, and the gradients of its bags.

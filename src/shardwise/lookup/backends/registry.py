@@ -10,6 +10,7 @@ import torch
 
 from shardwise.errors import ArgumentError
 from shardwise.kernels import DTYPES as FUSED_DTYPES
+from shardwise.kernels import has_triton
 from shardwise.lookup.backends import compiled
 from shardwise.lookup.backends.backend import Backend, Query, serving
 from shardwise.lookup.backends.fbgemm_cpu import FbgemmBackend
@@ -56,7 +57,7 @@ def backend_of_copies(backend: Backend) -> Backend:
 
 
 def _triton() -> Backend:
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         raise ArgumentError(
             "backend='triton' needs Triton, which is not installed here: pip install triton, or "
             "use backend='torch'."
@@ -85,7 +86,7 @@ class ByDevice(TorchBackend):
     def __init__(self, *, one_pass: bool = True) -> None:
         super().__init__()
         self._uses_one_pass = one_pass
-        self._has_triton = importlib.util.find_spec("triton") is not None
+        self._has_triton = has_triton()
         self._has_fbgemm = importlib.util.find_spec("fbgemm_gpu") is not None
         self._made: dict[str, Backend] = {}
 

@@ -21,7 +21,15 @@ from shardwise.kernels.lookup import (
     pooled_lookup,
     row_lookup,
 )
-from shardwise.kernels.tables import IdBags, KnownSets, TableSet, first_bags, one_after_another
+from shardwise.kernels.tables import (
+    IdBags,
+    KnownSets,
+    TableSet,
+    Unread,
+    first_bags,
+    one_after_another,
+    set_of_shape,
+)
 from shardwise.kernels.update import add_gradients, row_sums, update
 from shardwise.lookup.backends.backend import PartQuery, Query
 from shardwise.lookup.ids import edges_of
@@ -50,7 +58,8 @@ class _Batch(NamedTuple):
         return bags._replace(offsets=torch.arange(sum(self.num_bags) + 1, device=bags.ids.device))
 
     def trace(self) -> Trace:
-        return noted(self.tables, self.bags, self.weights, all_in_bags=not self.tables.masked)
+        all_in_bags = self.bags.offsets is None or not self.tables.masked
+        return noted(self.tables, self.bags, self.weights, all_in_bags=all_in_bags)
 
 
 class TritonBackend:
@@ -71,8 +80,17 @@ class TritonBackend:
     def row_gradient(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        batch = self._batch([weight], [query])
-        return row_sums(batch.trace(), _flat([grad]), weight.shape[1], grad.dtype)
+        trace = self._batch([weight], [query]).trace()
+        num_rows, dim = weight.shape
+        return row_sums(trace, _flat([grad]), num_rows, dim, grad.dtype)
+
+    def part_gradient(
+        self, num_rows: int, query: PartQuery, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `row_gradient`, of a table that is not there, with so many rows."""
+        table = Unread((num_rows, grad.shape[1]), grad.dtype, grad.device)
+        trace = _batch_of(set_of_shape(table, query.first_row), [query]).trace()
+        return row_sums(trace, _flat([grad]), num_rows, grad.shape[1], grad.dtype)
 
     def update(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
@@ -136,20 +154,24 @@ class TritonBackend:
     def _batch(self, weights: Sequence[torch.Tensor], queries: Sequence[Query]) -> _Batch:
         first, *_ = queries
         tables = self._sets.of(weights, (first.first_row,) if type(first) is PartQuery else None)
-        num_bags = tuple([query.num_bags for query in queries])
-        lengths = _joined([query.lengths for query in queries], queries)
-        offsets = None
-        if lengths is not None:
-            offsets = edges_of(lengths, lengths.dtype)
-        bags = IdBags(
-            queries[0].ids if len(queries) == 1 else torch.cat([q.ids for q in queries]),
-            offsets,
-            first_bags(num_bags, tables.device),
-            max(num_bags),
-            one_after_another(tables, num_bags),
-        )
-        weights_of_ids = _joined([query.weights for query in queries], queries)
-        return _Batch(tables, bags, weights_of_ids, num_bags)
+        return _batch_of(tables, queries)
+
+
+def _batch_of(tables: TableSet, queries: Sequence[Query]) -> _Batch:
+    first, *_ = queries
+    num_bags = tuple([query.num_bags for query in queries])
+    offsets = first.offsets if type(first) is PartQuery else None
+    lengths = _joined([query.lengths for query in queries], queries)
+    if lengths is not None:
+        offsets = edges_of(lengths, lengths.dtype)
+    bags = IdBags(
+        first.ids if len(queries) == 1 else torch.cat([q.ids for q in queries]),
+        offsets,
+        first_bags(num_bags, tables.device),
+        max(num_bags),
+        one_after_another(tables, num_bags),
+    )
+    return _Batch(tables, bags, _joined([q.weights for q in queries], queries), num_bags)
 
 
 def step_rows(

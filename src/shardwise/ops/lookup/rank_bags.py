@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise._torch.functions import check_size
-from shardwise.lookup.backends.backend import PartQuery, Query
+from shardwise.lookup.backends.backend import PartQuery
 from shardwise.lookup.backends.registry import ByDevice
 from shardwise.lookup.ids import divided, has_values, segment_sums
 from shardwise.lookup.ids import places as true_places
 
 MODE_SUM, MODE_MEAN, MODE_MAX = 0, 1, 2
+#: Up to this many numbers, a gradient has a row for each id where that waits for nothing.
+_FEW_NUMBERS = 1 << 20
 
 Optional = torch.Tensor | None
 
@@ -59,7 +61,10 @@ class Bags(NamedTuple):
         """Where each bag starts among the flat ids, and where the last one ends."""
         if self.offsets is not None:
             return self.offsets.long()
-        return torch.arange(self.num_bags + 1, device=self.ids.device) * self.ids.shape[1]
+        length, device = self.ids.shape[1], self.ids.device
+        if not length:
+            return torch.zeros(self.num_bags + 1, dtype=torch.int64, device=device)
+        return torch.arange(0, self.num_bags * length + 1, length, device=device)
 
     def averaged(self, rows: torch.Tensor) -> torch.Tensor:
         """A row of each bag, divided by the number of its ids that count, on all ranks."""
@@ -112,7 +117,9 @@ class Bags(NamedTuple):
         ids = self.ids.reshape(-1)
         if self.padding_idx >= 0:
             ids = ids.masked_fill(ids == self.padding_idx, -1)  # no rank's row
-        return PartQuery(ids, self.bounds.diff(), self.weights_at(None), first_row=first_row or 0)
+        alone = self.offsets is None and self.ids.shape[1] == 1
+        offsets, weights = None if alone else self.bounds, self.weights_at(None)
+        return PartQuery(ids, None, weights, offsets=offsets, first_row=first_row or 0)
 
 
 def times(rows: torch.Tensor) -> torch.Tensor:
@@ -234,13 +241,17 @@ def row_grads(
     grad: torch.Tensor, bags: Bags, num_rows: int, mode: int, by_freq: bool, first_row: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows here that were looked up, maybe with repeats, and the gradient of each."""
+    grad = bags.averaged(grad).to(grad.dtype) if mode == MODE_MEAN else grad
+    width = grad.shape[1]
+    all_count = first_row is None and bags.offsets is None and bags.padding_idx < 0
+    if grad.is_cuda:
+        grad = grad.contiguous()  # that of a sum is one number, expanded
+    fused = None if by_freq or not width else fused_backend(grad)
+    # To sum up rows waits for the device, as does the choice of those that count.
+    if fused is not None and not (all_count and bags.ids.numel() * width <= _FEW_NUMBERS):
+        return fused.part_gradient(num_rows, bags.fused_query(first_row), grad)
     rows, places = bags.found(num_rows, first_row)
     weights = bags.weights_at(places)
-    grad = bags.averaged(grad).to(grad.dtype) if mode == MODE_MEAN else grad
-    fused = None if by_freq or not grad.shape[1] else fused_backend(grad)
-    if fused is not None:
-        query = Query(rows, bags.edges(places).diff(), weights)
-        return fused.row_gradient(grad, query, grad)  # of the table, only the width is read
     values = bags.per_id(grad, places)
     if weights is not None:
         values = values * weights.unsqueeze(-1)

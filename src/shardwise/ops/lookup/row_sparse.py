@@ -148,14 +148,15 @@ class RowSparse(DTensor):
     def _reduce(self) -> RowSparse:
         """Replicated where it was Partial: all ranks of such an axis get all rows."""
         rows, values, layout = self._rows, self._local, self._layout
-        for axis, placement in enumerate(layout.placements):
-            if isinstance(placement, Partial):
+        partial = [(a, p) for a, p in enumerate(layout.placements) if isinstance(p, Partial)]
+        if not partial:
+            return self
+        for axis, placement in partial:
+            if layout.grid.shape[axis] > 1:
                 with because("the rows of a gradient", implicit=True):
                     rows, values = gather_rows(rows, values, layout.grid, axis)
                 scale = 1 / layout.grid.shape[axis] if placement.is_partial("avg") else 1
                 values = values * scale if scale != 1 else values
-        if rows is self._rows:
-            return self
         return make(layout.reduced(), rows, values)
 
     @untraced

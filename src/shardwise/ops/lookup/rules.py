@@ -198,6 +198,10 @@ def _own_rows(table: Layout, coordinate: Coordinate) -> Callable[..., torch.Tens
             found = weight.new_zeros((ids.numel(), weight.shape[1]))
             found.index_copy_(0, places, weight.index_select(0, rows))
             return found.view(*ids.shape, weight.shape[1])
+        fused = rank_bags.fused_backend(weight)
+        if fused is not None:  # in one pass
+            query = Bags(ids.reshape(-1, 1), None, None, -1).fused_query(first_row)
+            return fused.look_up(weight, query).view(*ids.shape, weight.shape[1])
         row, foreign = _own_row(ids, first_row, num_rows)
         return torch.embedding(weight, row).masked_fill_(foreign.unsqueeze(-1), 0)
 
