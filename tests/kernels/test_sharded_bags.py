@@ -172,7 +172,7 @@ def test_rows_of_ids_are_one_lookup(mesh, fused, dtype):
     weight, upstream = torch.randn(ROWS, COLUMNS, device=DEVICE), torch.randn(4, 3, COLUMNS)
     one = weight.clone().requires_grad_()
     F.embedding(ids, one).backward(upstream.to(DEVICE))
-    sharded = lay(weight, mesh, UNEVEN).requires_grad_()
+    sharded = lay(weight, mesh, S0).requires_grad_()
     found = F.embedding(lay(ids, mesh, R), sharded, sparse=True)
     found.backward(lay(upstream.to(DEVICE), mesh, R))
     assert_close(whole(found.detach()), F.embedding(ids, weight))

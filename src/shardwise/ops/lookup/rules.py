@@ -160,9 +160,10 @@ def _back(met: Sequence[int], held: Placement, out: Layout) -> Run:
 
 
 def _own(table: Layout, coordinate: Coordinate) -> tuple[Any, Any]:
-    """The first row of a rank, None unless rows are sharded; and how many it has."""
-    offset, shape = table.box(coordinate)
-    return offset[0] if table.axes_of(0) else None, shape[0]
+    """The first row of a rank, None where it has all rows; and how many it has."""
+    offset, (num_rows, *_) = table.box(coordinate)
+    has_all = not table.axes_of(0) or (not table.symbolic and num_rows == table.shape[0])
+    return None if has_all else offset[0], num_rows
 
 
 def _by_owners(table: Layout, fn: Callable[..., Any]) -> Callable[..., Any]:
