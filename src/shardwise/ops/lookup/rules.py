@@ -285,6 +285,12 @@ def largest(
     return _winners(ids, *rank_bags.largest(weight, ids, offsets, None, padding_idx))
 
 
+def _own_largest(table: Layout, coordinate: Coordinate) -> Callable[..., Any]:
+    """Of a rank's rows; with a first row where ranks compare theirs, even if this one has all."""
+    first_row = table.box(coordinate)[0][0] if table.axes_of(0) else None
+    return lambda *batch: rank_bags.largest(*batch, first_row)
+
+
 def _winners(
     ids: torch.Tensor, best: torch.Tensor, place: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -297,7 +303,8 @@ def _winners(
 def _largest(layouts: Sequence[Layout]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     table, (out, won) = layouts[0], layouts[-2:]
     grid, row_axes, met = table.grid, table.axes_of(0), _met_axes(layouts)
-    all_ids, own_largest = _all_ids(layouts, met), _by_owners(table, rank_bags.largest)
+    own_largest = rank_call(grid, functools.partial(_own_largest, table), row_axes)
+    all_ids = _all_ids(layouts, met)
     values_back, ids_back = _back(met, REPLICATE, out), _back(met, REPLICATE, won)
 
     def standing(_: Coordinate, best: Any, own: Any, place: Any, ids: Any) -> torch.Tensor:
