@@ -97,6 +97,13 @@ def is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def current_stream(device: torch.device) -> int:
+    """A number of the device's current stream; 0 where there are none."""
+    if device.type != "cuda":
+        return 0
+    return triton.runtime.driver.active.get_current_stream(device.index)
+
+
 class Parts(NamedTuple):
     """Scratch memory for partial results of several programs."""
 
@@ -124,9 +131,7 @@ class KernelScratch:
     def parts(self, num_counters: int, num_values: int, with_positions: bool) -> Parts:
         if is_captured(self._device):
             return self._make(num_counters, num_values, with_positions)
-        stream = 0
-        if self._device.type == "cuda":
-            stream = triton.runtime.driver.active.get_current_stream(self._device.index)
+        stream = current_stream(self._device)
         kept = self._kept.get(stream)
         if kept is None or not kept.hold(num_counters, num_values, with_positions):
             kept = self._kept[stream] = self._make(num_counters, num_values, with_positions)

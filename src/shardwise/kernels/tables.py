@@ -22,6 +22,7 @@ from shardwise.kernels import DTYPES
 from shardwise.kernels.launch import (
     KernelScratch,
     assert_owned,
+    current_stream,
     is_captured,
     launches_on,
     num_pieces,
@@ -206,12 +207,15 @@ class TableSet:
 def on_device(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
     """Addresses and sizes in device memory. New tensors are often where older ones were."""
     known = tuple(map(tuple, rows))
-    # What a graph's memory pool holds is the graph's.
-    return (_on_device.__wrapped__ if is_captured(device) else _on_device)(known, device)
+    # What a graph's memory pool holds is the graph's; another stream would have to wait.
+    make = _on_device.__wrapped__ if is_captured(device) else _on_device
+    return make(known, device, current_stream(device))
 
 
 @lru_cache(256)
-def _on_device(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
+def _on_device(
+    rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int
+) -> torch.Tensor:
     # Without waiting: the values are staged before the call returns.
     return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
