@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import (
@@ -271,6 +273,79 @@ def test_gradients_of_uneven_parts(sizes):
     x = LocalTensor.per_rank(lambda rank: torch.full((sizes[rank],), 2.0)).requires_grad_()
     (x**3).sum().backward()
     assert per_rank(x.grad) == [[12.0] * size for size in sizes]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        lambda x: x.t_(),
+        lambda x: x.unsqueeze_(1),
+        lambda x: x.unsqueeze_(0).squeeze_(),
+        lambda x: x.as_strided_((3,), (1,)),
+    ],
+    ids=["t_", "unsqueeze_", "squeeze_", "as_strided_"],
+)
+@pytest.mark.parametrize("sizes", [(4, 4, 4, 4), (4, 3, 2, 5)], ids=str)
+def test_gradients_through_a_view_in_place(turn, sizes):
+    """Autograd reads the new sizes in C++, where `matmul` and `quantile` turn tensors, too."""
+    values = [torch.randn(3, size) for size in sizes]
+    factors = [value.clone().requires_grad_() for value in values]
+    for value, factor in zip(values, factors, strict=True):
+        turn(value * factor).square().sum().backward()
+    factor = LocalTensor.per_rank(lambda rank: values[rank].clone()).requires_grad_()
+    turn(LocalTensor.per_rank(values.__getitem__) * factor).square().sum().backward()
+    for rank, alone in enumerate(factors):
+        torch.testing.assert_close(factor.grad.on_rank(rank), alone.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("batch_first", [False, True], ids=["steps", "batch"])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_a_recurrent_layer_starts_from_zeros_of_each_rank(kind, batch_first, dtype):
+    layer = kind(6, 4, num_layers=2, bidirectional=True, batch_first=batch_first, dtype=dtype)
+    check_on_every_rank(layer, lambda x: layer(x)[0], (5, 3, 6), dtype)
+
+
+@pytest.mark.parametrize("lengths", [[5, 3, 2], [2, 5, 3]], ids=["sorted", "unsorted"])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_a_recurrent_layer_of_packed_sequences(kind, lengths):
+    layer = kind(6, 4, bidirectional=True)
+
+    def run(x):
+        packed = rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+        outputs, ends = layer(packed)
+        padded, found = rnn.pad_packed_sequence(outputs, padding_value=0.5, total_length=6)
+        assert found.tolist() == lengths
+        return padded + (ends if torch.is_tensor(ends) else ends[1]).sum()
+
+    check_on_every_rank(layer, run, (5, 3, 6), torch.float32)
+
+
+def check_on_every_rank(layer, run, shape, dtype):
+    """Each rank's result and gradients are those of its own tensor alone."""
+    values = [torch.randn(shape, dtype=dtype) for _ in range(4)]
+    expected = []
+    for value in values:
+        y = run(value.requires_grad_())
+        expected.append([y.detach(), *gradients(layer, y, value)])
+    x = LocalTensor.per_rank(lambda rank: values[rank].detach()).requires_grad_()
+    y = run(x)
+    found = [y.detach(), *gradients(layer, y, x)]
+    for rank in range(4):
+        for ours, alone in zip(found, expected[rank], strict=True):
+            torch.testing.assert_close(ours.on_rank(rank), alone)
+
+
+def gradients(layer, y, x):
+    return torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+
+
+def test_a_tensor_is_split_where_all_ranks_say():
+    x = LocalTensor.per_rank(lambda rank: torch.arange(5) + rank)
+    parts = torch.tensor_split(x, ranked(*[[1, 3]] * 4))
+    assert per_rank(parts[1]) == [[1, 2], [2, 3], [3, 4], [4, 5]]
+    with pytest.raises(RankMismatchError, match="the ranks differ"):
+        torch.tensor_split(x, ranked([1], [2], [1], [1]))
 
 
 def test_a_module_runs_on_every_rank():

@@ -72,6 +72,25 @@ autocast_off: Callable[[], Any] = _names.make(
 )
 
 
+#: The first key of a tensor subclass, above autograd; ops that torch would decompose pass it whole.
+_FIRST: Any = _names.make(
+    "DispatchKey",
+    "torch._C",
+    "recurrent layers on LocalTensors fail",
+    lambda key: key.PythonTLSSnapshot,
+)
+
+
+def run_instead(library: Any, op: Any, kernel: Callable[..., Any]) -> None:
+    """Where a tensor subclass is an argument, run `kernel(op, *args)`; `op` is torch's own."""
+
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        own = functools.partial(op.redispatch, keys.remove(_FIRST))
+        return kernel(own, *args, **kwargs)
+
+    library.impl(op.name(), run, "PythonTLSSnapshot", with_keyset=True)
+
+
 def _autocast_enabled() -> bool:
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 

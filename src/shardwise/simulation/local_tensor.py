@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from shardwise._torch.dispatch import make_wrapper, no_torch_function
+from shardwise._torch.dispatch import make_wrapper, no_torch_function, undispatched
 from shardwise._torch.frames import Asker, asker
 from shardwise._torch.functions import compare_by, neg_view, tree_flatten, tree_iter, tree_unflatten
 from shardwise.core.encode import source_digest
@@ -402,6 +402,15 @@ def _writes(func: Any) -> bool:
     return func._schema.is_mutable
 
 
+@functools.lru_cache(maxsize=4096)
+def _turns(func: Any) -> bool:
+    """Whether the op turns its argument into a view of itself, as `t_` does."""
+    return torch.Tag.inplace_view in func.tags and func not in _RESIZES
+
+
+_RESIZES = (torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default)
+
+
 def _run_any(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op on the parts of tensors that may have several rosters, or be in lists."""
     leaves, spec = tree_flatten((args, kwargs))
@@ -491,6 +500,10 @@ def _run_in_place(
     if len(func._schema.returns) == 1 and isinstance(results[0], torch.Tensor):
         for i in written:
             if type(leaves[i]) is LocalTensor and results[0] is leaves[i]._parts[0]:
+                if _turns(func):
+                    args, kwargs = tree_unflatten(leaves, spec)
+                    with undispatched():
+                        func(*args, **kwargs)  # the sizes that autograd reads
                 return leaves[i]
     if not func._schema.returns:
         return None

@@ -42,6 +42,7 @@ from shardwise.simulation.collectives import (
     transposed,
     write,
 )
+from shardwise.simulation.composites import run_composites
 from shardwise.simulation.local_tensor import LocalTensor, from_ranks
 
 # torch's stubs declare all methods abstract, but a Python group need not have all of them.
@@ -248,6 +249,7 @@ class simulate:
         self._entered: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> simulate:
+        run_composites()
         entered = contextlib.ExitStack()
         world = entered.enter_context(
             _world("shardwise_simulated", SimulatedGroup, 0, self.world_size, simulated=True)
