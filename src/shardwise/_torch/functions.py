@@ -32,6 +32,12 @@ foreach_mul: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = _names.f
 foreach_add: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = _names.find(
     "torch._foreach_add_", "collections do not give gradients of weights of ids"
 )
+#: The types of tensors that torch's functions on many tensors give to foreach ops.
+_foreach_types: Any = _names.find(
+    "torch.utils._foreach_utils._foreach_supported_types",
+    "clipping the gradients of many DTensors takes longer",
+    instead=None,
+)
 #: Parses the arguments of `Tensor.to`.
 parse_to: Callable[..., Any] = _names.find("torch._C._nn._parse_to", "ShardedTensor.to() fails")
 _pre_hooks: Any = _names.find(
@@ -63,6 +69,12 @@ def compare_by(plain: Callable[[Any], Any]) -> None:
     _TensorPair._process_inputs = processed
 
 
+def allow_in_foreach(kind: type[torch.Tensor]) -> None:
+    """Let functions such as `clip_grad_norm_` call foreach ops on tensors of this type."""
+    if _foreach_types is not None and kind not in _foreach_types:
+        _foreach_types.append(kind)
+
+
 def others_watch_steps(optimizer: Any) -> bool:
     """Whether step hooks besides our one global hook, before and after, would run."""
     if _pre_hooks is None or _post_hooks is None:
@@ -90,6 +102,7 @@ def _functions_work() -> bool:
     chosen = int(
         fused_sdp_choice(heads, heads, heads, None, 0.0, True, scale=None, enable_gqa=False)
     )
+    listed = _foreach_types is None or torch.Tensor in _foreach_types
     device, dtype, *_ = parse_to("cpu", torch.float64)
     parsed = device == torch.device("cpu") and dtype is torch.float64
     return (
@@ -97,6 +110,7 @@ def _functions_work() -> bool:
         and bags[0].shape == (2, 2)
         and len(bags) == 4
         and chosen >= -1
+        and listed
         and parsed
     )
 

@@ -20,7 +20,7 @@ from shardwise._torch.autograd import count_versions
 from shardwise._torch.dispatch import OpOverload
 from shardwise._torch.functions import tree_leaves
 from shardwise.core.layout import Layout
-from shardwise.core.placements import Partial
+from shardwise.core.mesh import Grid
 from shardwise.dispatch.catalog import (
     in_order,
     positional,
@@ -34,13 +34,12 @@ from shardwise.dispatch.plan import (
     check_written_once,
     make_entry,
     mover,
-    wraps_all,
 )
-from shardwise.dispatch.propagate import CallPlan
 from shardwise.dispatch.wrapped import (
     SOURCE,
     Wrapped,
     as_layouts,
+    count_on_lent,
     is_partial,
     note_write,
     recall,
@@ -144,7 +143,7 @@ def watch_overlaps(op: Any, entry: Entry) -> None:
         return
     if entry.move is not None:
         entry.move = _checked_first(op, entry.move)
-    if not all(map(_is_dense, entry.plan.inputs)):
+    if not all(map(is_dense, entry.plan.inputs)):
         entry.move = _apart(entry.move)
 
 
@@ -191,11 +190,11 @@ def _apart(
             move(operands, args)
         if not isinstance(args[0], Wrapped):  # many at once, under vmap
             return
-        target, all_of_them = operands[0], not _is_dense(args[0]._layout)
+        target, all_of_them = operands[0], not is_dense(args[0]._layout)
         for number, (arg, other) in enumerate(zip(args, operands, strict=True)):
             if other is target or not isinstance(arg, Wrapped):
                 continue
-            with_gaps = all_of_them or not _is_dense(arg._layout)
+            with_gaps = all_of_them or not is_dense(arg._layout)
             if with_gaps and any(map(_share_memory, parts_of(target), parts_of(other))):
                 operands[number] = other.clone()
 
@@ -211,7 +210,7 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _overlap(one: Any, other: Any) -> bool:
     if one._layout.symbolic or other._layout.symbolic:
         return False
-    if not (_is_dense(one._layout) and _is_dense(other._layout)):
+    if not (is_dense(one._layout) and is_dense(other._layout)):
         return False
     if not (one.numel() and other.numel()):
         return False
@@ -222,7 +221,7 @@ def _overlap(one: Any, other: Any) -> bool:
         # To torch, what detach() returns is not a view, but its shards are, or were before a copy.
         starts = any(map(start_alike, parts_of(one._local), parts_of(other._local)))
         return starts or _is_copy_from(one, other) or _is_copy_from(other, one)
-    if not _is_dense(whole._layout):
+    if not is_dense(whole._layout):
         return False
     return whole.numel() in (one.numel(), other.numel())
 
@@ -237,7 +236,7 @@ def start_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return _share_memory(one, other) and one.storage_offset() == other.storage_offset()
 
 
-def _is_dense(layout: Layout) -> bool:
+def is_dense(layout: Layout) -> bool:
     """Whether the entries fill their memory, in any order of dims; not known of symbolic sizes."""
     if layout.symbolic:
         return False
@@ -410,36 +409,6 @@ FUSED_STEPS = frozenset(
 )
 #: The op of a GradScaler: what is found in one rank's shards counts for all ranks.
 UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
-#: The foreach ops that are not elementwise.
-_REDUCTIONS = ("norm", "max", "powsum")
-
-
-def foreach_entry(op: Any, args: Sequence[Any]) -> Entry | None:
-    """The entry of a foreach op that needs nothing moved; None for any other call.
-
-    `args` has layouts in place of tensors. On shards of the same shape, none Partial, the op itself
-    on the lists of local tensors is correct.
-    """
-    if not is_foreach(op) or any(op._schema.name.endswith(name) for name in _REDUCTIONS):
-        return None
-    lists = [arg for arg in args if isinstance(arg, list) and _all_layouts(arg)]
-    if not lists or any(isinstance(arg, Layout) for arg in args):
-        return None
-    first = lists[0]
-    if any(len(layout.grid.world.present) > 1 for layout in first):
-        return None  # simulated ranks share some of the tensors and not others: one by one
-    for other in lists[1:]:
-        if len(other) != len(first) or not all(map(_alike, first, other)):
-            return None
-    if any(isinstance(p, Partial) for layout in first for p in layout.placements):
-        return None
-    if any(layout.snapshot or layout.expanded for layout in first):
-        return None  # a write would be lost, or reach other entries; a result is not expanded
-    plan = CallPlan(op, None, tuple(x for each in lists for x in each), tuple(first), None, ())
-    entry = Entry(plan)
-    entry.call = getattr(torch, op._schema.name.removeprefix("aten::"), op)
-    entry.finish = _written if op._schema.is_mutable else wraps_all(first)
-    return entry
 
 
 def is_foreach(op: Any) -> bool:
@@ -452,29 +421,23 @@ def takes_lists(op: Any) -> bool:
     return is_foreach(op) or op in FUSED_STEPS or op is UNSCALE
 
 
-def _all_layouts(items: Sequence[Any]) -> bool:
-    return bool(items) and all(isinstance(item, Layout) for item in items)
-
-
-def _alike(a: Layout, b: Layout) -> bool:
-    return (
-        a.grid is b.grid
-        and a.placements == b.placements
-        and a.order == b.order
-        and a.shape == b.shape
-        and a.dtype == b.dtype
-        and a.dtype.is_floating_point
-    )
-
-
-def _written(result: Any, args: Any, wrap: Any) -> None:
-    count_writes(args[0])
-
-
 def count_writes(tensors: Sequence[torch.Tensor]) -> None:
     """Count a write to each: torch does so only for the plain tensors that a foreach op reaches."""
     for tensor in tensors:
         if isinstance(tensor, Wrapped):
             note_write(tensor._layout.grid, tensor)
+    if not torch.is_inference_mode_enabled():
+        count_versions(tensors)
+
+
+def count_writes_by_grid(num: Mapping[Grid, int], tensors: Sequence[torch.Tensor]) -> None:
+    """`count_writes` of tensors of which there are so many on each mesh."""
+    lends = False
+    for grid, writes in num.items():
+        grid.num_writes += writes
+        lends |= grid.lends
+    if lends:
+        for tensor in tensors:
+            count_on_lent(tensor)
     if not torch.is_inference_mode_enabled():
         count_versions(tensors)

@@ -37,13 +37,13 @@ from shardwise.dispatch.wrapped import Wrapped, remember
 from shardwise.dtensor import autograd
 from shardwise.dtensor.autograd import reduced_together
 from shardwise.dtensor.conversion import stride_like
+from shardwise.dtensor.foreach import one_by_one
 from shardwise.dtensor.snapshots import read_current
 from shardwise.errors import (
     ArgumentError,
     LayoutError,
     MixedTensorsError,
     ReplicationWarning,
-    UnsupportedError,
 )
 from shardwise.redistribute.steps import find_steps
 from shardwise.simulation.ranks import (
@@ -77,7 +77,7 @@ def decomposition_of(op: Any) -> Callable[..., Any] | None:
     if op in FUSED_STEPS:
         return functools.partial(fused_step, op)
     if is_foreach(op):
-        return functools.partial(_one_by_one, op)
+        return functools.partial(one_by_one, op)
     if op._schema.is_mutable:
         return None
     if is_composite(op):
@@ -87,51 +87,6 @@ def decomposition_of(op: Any) -> Callable[..., Any] | None:
 
 
 rule_caches.append(decomposition_of.cache_clear)
-
-
-def _one_by_one(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """A foreach op as a loop: the same op for a single tensor, once per tensor."""
-    name = op._schema.name.removeprefix("aten::_foreach_")
-    writes = op._schema.is_mutable
-    second = args[1] if len(args) > 1 else None
-    single, in_place = _single_form(name.removesuffix("_") if writes else name, second, writes)
-    if single is None:
-        raise UnsupportedError(f"{op} has no form for a single tensor.")
-    # An argument that is positional here may be a keyword of the single op: `value` of addcmul.
-    schema = getattr(single, single.overloads()[0])._schema
-    num_positional = sum(not a.kwarg_only for a in schema.arguments)
-    names = [a.name for a in schema.arguments if a.kwarg_only]
-    kwargs |= dict(zip(names, args[num_positional:], strict=False))
-    args = args[:num_positional]
-    results = []
-    for number, tensor in enumerate(args[0]):
-        own = [_item(a, number) for a in args]
-        result = single(*own, **{k: _item(v, number) for k, v in kwargs.items()})
-        if not writes:
-            results.append(result)
-            continue
-        if not in_place:
-            tensor.copy_(result)
-        count_writes([tensor])  # a later one may be a view of the same tensor
-    return None if writes else results
-
-
-#: Single ops of another name: where the second argument is a tensor, and where it is not.
-_OTHER_NAMES = {
-    "maximum": ("maximum", "clamp_min"),
-    "minimum": ("minimum", "clamp_max"),
-    "norm": ("linalg_vector_norm", "linalg_vector_norm"),
-}
-
-
-def _single_form(name: str, second: Any, writes: bool) -> tuple[Any, bool]:
-    """The op for one tensor, and whether it works in place."""
-    items = second if isinstance(second, (list, tuple)) else [second]
-    with_tensors, with_numbers = _OTHER_NAMES.get(name, (name, name))
-    name = with_tensors if any(isinstance(item, torch.Tensor) for item in items) else with_numbers
-    if writes and hasattr(aten, name + "_"):
-        return getattr(aten, name + "_"), True
-    return getattr(aten, name, None), False
 
 
 def _unscale(tensors: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
@@ -167,10 +122,6 @@ DECOMPOSITIONS.update(
         aten.storage_offset.default: lambda x: 0,
     }
 )
-
-
-def _item(argument: Any, number: int) -> Any:
-    return argument[number] if isinstance(argument, (list, tuple)) else argument
 
 
 # -- gathered operands -----------------------------------------------------------------------

@@ -223,6 +223,11 @@ def run_as_plain(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error:
     return op(*_replaced(args, _whole(tensors)), **kwargs)
 
 
+def number_as_plain(number: Any) -> Any:
+    """The value of a 0-dim tensor, the same on every rank."""
+    return _whole([number])(number)
+
+
 def _whole(numbers: Sequence[Any]) -> Callable[[Any], Any]:
     """A function that replaces each of `numbers` by its plain value, and leaves other values alone.
 

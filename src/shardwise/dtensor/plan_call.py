@@ -52,7 +52,6 @@ from shardwise.dispatch.variants import (
     check_overlaps,
     compares_memory,
     entry_of_call,
-    foreach_entry,
     takes_lists,
     watch_overlaps,
 )
@@ -64,6 +63,7 @@ from shardwise.dtensor.fallback import (
     run_gathered,
     unknown_shape_entry,
 )
+from shardwise.dtensor.foreach import foreach_entry, is_by_value
 from shardwise.dtensor.operands import (
     as_list,
     check_plain,
@@ -206,7 +206,7 @@ class Miss:
         fix_sizes(op, args)
         if _is_by_value(op):
             # float() specialises a SymFloat: the graph is for this value.
-            values = (*args, *kwargs.values())
+            values = [v for value in (*args, *kwargs.values()) for v in as_list(value)]
             key += [float(a) for a in values if isinstance(a, (float, torch.SymFloat))]
             if (known := known_entry(key)) is not None:
                 known.hits += 1
@@ -219,7 +219,7 @@ class Miss:
         if twin is not None and (find_rule(op) is None or is_write_back(key)):
             return _write_back(op, twin, args, kwargs)
         layouts = [as_layouts(a) for a in args]
-        entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)
+        entry = foreach_entry(op, layouts, kwargs) or unknown_shape_entry(op, layouts)
         if entry is None:
             if (decomposition := _decomposition(op)) is not None:
                 return _run_decomposed(op, decomposition, args, kwargs)
@@ -277,7 +277,7 @@ def _recorded(operand: Any) -> Any:
     """An argument that the graph being traced can record."""
     if type(operand) is torch.SymInt:
         return recorded((operand,))[0]
-    if isinstance(operand, (list, tuple)) and any(type(x) is torch.SymInt for x in operand):
+    if isinstance(operand, (list, tuple)) and torch.SymInt in map(type, operand):
         return recorded(operand)
     return operand
 
@@ -290,7 +290,7 @@ def _shares_memory(op: Any) -> bool:
 def _is_by_value(op: Any) -> bool:
     """Whether plans depend on the values of floats, which the key of a hit leaves out."""
     rule = find_rule(plain_op(op))
-    return rule is not None and rule.by_value
+    return (rule is not None and rule.by_value) or is_by_value(op)
 
 
 def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

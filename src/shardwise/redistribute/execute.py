@@ -389,10 +389,10 @@ def _to_partial(step: Step) -> Move:
             return Move(lambda x: x)
         neutral = torch.clone
 
-    def keep(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
-        return t if coordinate[step.axis] == 0 else neutral(t)
+    def keep(coordinate: Coordinate) -> Run:
+        return _unchanged if coordinate[step.axis] == 0 else neutral
 
-    return Move(lambda x: each_rank(step.source.grid, keep, x, axes=(step.axis,)))
+    return Move(rank_call(step.source.grid, keep, axes=(step.axis,)))
 
 
 PREPARE: dict[str, Callable[[Step], Move]] = {
