@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -67,14 +67,11 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     for tell in watch.steps:
         tell(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if torch.compiler.is_compiling() or not any(type(p) is DTensor for p in parameters):
+    if torch.compiler.is_compiling() or not any(type(p) is DTensor for p in _held(optimizer)):
         return None
     elementwise = type(optimizer) in ELEMENTWISE and not optimizer.defaults.get("differentiable")
     if elementwise and (len(args) > 1 or kwargs):
         args, kwargs = _with_loss(*args, **kwargs)
-    if not watch.strict:
-        _reduce(parameters)
     # Other hooks would see the twin, or state that is not wrapped yet.
     if elementwise and not others_watch_steps(optimizer):
         lending = _lendings.get(optimizer)
@@ -82,8 +79,14 @@ def _before_step(
             lending = _lendings[optimizer] = _Lending()
         twin = lending.twin(optimizer)
         if twin is not None:
-            args = (twin, *args[1:])
+            return (twin, *args[1:]), kwargs
+    _reduce(optimizer)
     return args, kwargs
+
+
+def _held(optimizer: Any) -> Iterator[Any]:
+    """The parameters of all groups."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _with_loss(
@@ -103,10 +106,10 @@ def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         lending.take_back(optimizer, args[0])
 
 
-def _reduce(parameters: Iterable[Any]) -> None:
+def _reduce(optimizer: Any) -> None:
     """Reduce Partial gradients together: the optimizer's ops would do so one by one."""
     pending = []
-    for parameter in parameters:
+    for parameter in _held(optimizer) if not watch.strict else ():
         gradient = parameter.grad
         if (
             type(gradient) is DTensor
@@ -143,9 +146,10 @@ class _Lending:
     def __init__(self) -> None:
         self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
         self.loans: dict[int, _Loan] = {}
-        #: The loans of the current step, and the local tensors of their gradients.
+        #: The loans of the current step, the parts of all of them, and those of their gradients.
         self.current: list[_Loan] = []
-        self.gradients: list[Sequence[torch.Tensor]] = []
+        self.parts: list[torch.Tensor] = []
+        self.gradients: list[torch.Tensor] = []
         #: Whether a group of the current step has a fused kernel.
         self.fused = False
         #: Whether there are loans that may share a local tensor.
@@ -153,12 +157,12 @@ class _Lending:
 
     def twin(self, optimizer: Any) -> Any | None:
         """The optimizer with local tensors in place of DTensors; None if there can be no twin."""
-        self.current, self.gradients, self.fused = [], [], False
+        self.current, self.parts, self.gradients, self.fused = [], [], [], False
         groups = []
         for group in optimizer.param_groups:
             if group.get("fused"):
                 self.fused = True
-            params = self._lend(group["params"], optimizer.state)
+            params = self._lend(group["params"], optimizer)
             if params is None:
                 self._forget()
                 return None
@@ -167,9 +171,8 @@ class _Lending:
             self._forget()  # parameters that share a local tensor: it has one gradient and state
             return None
         self.unchecked = False
-        for loan, terms in zip(self.current, self.gradients, strict=True):
-            for part, term in zip(loan.parts, terms, strict=True):
-                part.grad = term
+        for part, gradient in zip(self.parts, self.gradients, strict=True):
+            part.grad = gradient
         twin = object.__new__(type(optimizer))
         twin.__dict__.update(optimizer.__dict__)
         twin.state, twin.param_groups = self.state, groups
@@ -178,44 +181,76 @@ class _Lending:
     def _forget(self) -> None:
         self.state, self.loans = defaultdict(dict), {}
 
-    def _lend(self, parameters: Sequence[Any], states: Any) -> list[torch.Tensor] | None:
+    def _lend(self, parameters: Sequence[Any], optimizer: Any) -> list[torch.Tensor] | None:
         """The local tensors of the parameters that have gradients."""
         params: list[torch.Tensor] = []
+        states, loans = optimizer.state, self.loans
+        current, parts, gradients = self.current, self.parts, self.gradients
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is None:
                 continue
             state = states[parameter]
-            if type(parameter) is not DTensor:
-                params.append(parameter)
-                self.state[parameter] = state
-                continue
-            loan = self.loans.get(id(parameter))
+            loan = loans.get(id(parameter))
             if (
                 loan is None
-                or len(loan.parts) > 1  # copies of a number do not follow it
+                or loan.roster is not None
                 or loan.local is not parameter._local
+                or type(gradient) is not DTensor
+                or gradient._layout is not loan.layout
                 or len(state) != len(loan.known)
                 or not all(map(is_, state.values(), loan.known))
             ):
-                loan = _make_loan(parameter, state)
-                if loan is None:
+                found = self._lend_anew(parameter, state, optimizer)
+                if found is None:
                     return None
-                self.loans[id(parameter)] = loan
-                self.unchecked = True
-                self.state.update(zip(loan.parts, loan.states, strict=True))
-            if type(gradient) is not DTensor or not _meets(gradient._layout, loan.layout):
-                return None
-            params += loan.parts
-            self.current.append(loan)
-            self.gradients.append(_parts(gradient._local, loan.roster))
+                params += found
+                continue
+            # Nearly always. Every parameter pays for every line.
+            local = loan.local
+            params.append(local)
+            parts.append(local)
+            gradients.append(gradient._local)
+            current.append(loan)
         return params
+
+    def _lend_anew(
+        self, parameter: Any, state: dict[str, Any], optimizer: Any
+    ) -> Sequence[torch.Tensor] | None:
+        """The local tensors of a parameter, in a new loan if there is none or it has changed."""
+        if type(parameter) is not DTensor:
+            self.state[parameter] = state
+            return (parameter,)
+        loan = self.loans.get(id(parameter))
+        if (
+            loan is None
+            or len(loan.parts) > 1  # copies of a number do not follow it
+            or loan.local is not parameter._local
+            or len(state) != len(loan.known)
+            or not all(map(is_, state.values(), loan.known))
+        ):
+            loan = _make_loan(parameter, state)
+            if loan is None:
+                return None
+            self.loans[id(parameter)] = loan
+            self.unchecked = True
+            self.state.update(zip(loan.parts, loan.states, strict=True))
+        gradient: Any = parameter.grad
+        if type(gradient) is DTensor and is_partial(gradient._layout):
+            _reduce(optimizer)
+            gradient = parameter.grad
+        if type(gradient) is not DTensor or not _meets(gradient._layout, loan.layout):
+            return None
+        self.current.append(loan)
+        self.parts += loan.parts
+        self.gradients += _parts(gradient._local, loan.roster)
+        return loan.parts
 
     def take_back(self, optimizer: Any, twin: Any) -> None:
         """Bring the state after the twin's step back to the optimizer."""
+        for part in self.parts:
+            part.grad = None
         for loan in self.current:
-            for part in loan.parts:
-                part.grad = None
             state = loan.states[0]
             if len(state) != len(loan.lent) or not all(map(is_, state.values(), loan.lent)):
                 _adopt(loan, optimizer.state[loan.parameter])
@@ -224,7 +259,7 @@ class _Lending:
         optimizer.__dict__.update({k: v for k, v in twin.__dict__.items() if k not in own})
         if len(self.loans) > len(self.current):
             self._forget()  # parameters may have left the optimizer; the others are lent again
-        self.current, self.gradients = [], []
+        self.current, self.parts, self.gradients = [], [], []
 
     def _count_writes(self) -> None:
         """Count the step on the parameters: torch has counted it only on their plain local tensors.
@@ -232,10 +267,12 @@ class _Lending:
         It has not even done that for a fused step, for a base, or for aliases with separate
         counters.
         """
-        for loan in self.current:
-            grid = loan.layout.grid
+        grids = {loan.layout.grid for loan in self.current}
+        for grid in grids:
             grid.num_writes += 1
-            if grid.lends and (self.fused or loan.is_view or loan.local.__dict__.get(LENT)):
+        for loan in self.current if any(grid.lends for grid in grids) else ():
+            lends = loan.layout.grid.lends
+            if lends and (self.fused or loan.is_view or loan.local.__dict__.get(LENT)):
                 count_on_lent(loan.parameter)
         if not torch.is_inference_mode_enabled():
             count_versions([loan.parameter for loan in self.current])
