@@ -125,12 +125,19 @@ def own_hook(fn: _Hook) -> _Hook:
 
 def users_hooks(tensor: torch.Tensor) -> tuple[list[Any], list[Any]]:
     """The hooks that a user registered: on the gradient, and after its accumulation."""
+    later = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return _of_users(getattr(tensor, "_backward_hooks", None)), _of_users(later)
 
-    def of_users(name: str) -> list[Any]:
-        found = (getattr(tensor, name, None) or {}).values()
-        return [hook for hook in found if not hasattr(getattr(hook, "func", hook), "_own_hook")]
 
-    return of_users("_backward_hooks"), of_users("_post_accumulate_grad_hooks")
+def is_watched_later(tensor: torch.Tensor) -> bool:
+    """Whether a user's hook runs after accumulation, beside one of this package."""
+    hooks: Any = tensor._post_accumulate_grad_hooks
+    return len(hooks) > 1 and bool(_of_users(hooks))
+
+
+def _of_users(hooks: dict[int, Any] | None) -> list[Any]:
+    every = hooks.values() if hooks else ()
+    return [hook for hook in every if not hasattr(getattr(hook, "func", hook), "_own_hook")]
 
 
 def probe() -> Probe:

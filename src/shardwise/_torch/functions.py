@@ -32,6 +32,12 @@ foreach_mul: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = _names.f
 foreach_add: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = _names.find(
     "torch._foreach_add_", "collections do not give gradients of weights of ids"
 )
+#: All values of some tensors in one new tensor of one dim.
+flat: Callable[[list[torch.Tensor]], torch.Tensor] = _names.find(
+    "torch._utils._flatten_dense_tensors",
+    "data_parallel() takes longer",
+    instead=lambda tensors: torch.cat([tensor.reshape(-1) for tensor in tensors]),
+)
 #: The types of tensors that torch's functions on many tensors give to foreach ops.
 _foreach_types: Any = _names.find(
     "torch.utils._foreach_utils._foreach_supported_types",
@@ -98,6 +104,7 @@ def _functions_work() -> bool:
     x, starts = torch.ones(3, 2), torch.tensor([0, 2])
     assert_async(torch.tensor(True), "")
     bags = embedding_bag(x, torch.tensor([0, 1, 2]), starts, mode=2)
+    row = flat([x.t(), torch.ones(1)])
     heads = torch.ones(1, 1, 2, 4)
     chosen = int(
         fused_sdp_choice(heads, heads, heads, None, 0.0, True, scale=None, enable_gqa=False)
@@ -111,6 +118,7 @@ def _functions_work() -> bool:
         and len(bags) == 4
         and chosen >= -1
         and listed
+        and row.shape == (7,)
         and parsed
     )
 

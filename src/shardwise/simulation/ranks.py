@@ -258,18 +258,26 @@ def split_row(
     Ranks that share a row share the views, whatever they hold in `like`: shared memory must not be
     written once per rank.
     """
-    columns = [part_per_rank(grid, tensor) for tensor in like]
+    if not grid.world.simulated:
+        *views, rest = _split_as(row, [tensor.shape for tensor in like])
+        return views, rest
+    columns = [part_per_rank(grid, localize(grid, tensor.detach())) for tensor in like]
     made: dict[int, list[torch.Tensor]] = {}
     rows = part_per_rank(grid, row)
     for place, here in enumerate(rows):
         if id(here) not in made:
-            mine = [column[place].shape for column in columns]
-            sizes = [shape.numel() for shape in mine]
-            *flat, rest = here.split([*sizes, here.numel() - sum(sizes)])
-            made[id(here)] = [*(x.view(shape) for x, shape in zip(flat, mine, strict=True)), rest]
+            made[id(here)] = _split_as(here, [column[place].shape for column in columns])
     found = zip(*(made[id(here)] for here in rows), strict=True)
     *views, rest = (one_tensor(grid, column, sized=False) for column in found)
     return views, rest
+
+
+def _split_as(row: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """Consecutive views of these shapes, then the rest."""
+    sizes = [shape.numel() for shape in shapes]
+    *flat, rest = row.split([*sizes, row.numel() - sum(sizes)])
+    pairs = zip(flat, shapes, strict=True)
+    return [*(x if len(shape) == 1 else x.view(shape) for x, shape in pairs), rest]
 
 
 # -- under autograd --------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise._torch.functions import flat
 from shardwise.comm import collectives
 from shardwise.comm.agreement import Fault, Faults
 from shardwise.comm.watch import because
@@ -93,20 +94,20 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def flattened(
     members: Sequence[nn.Parameter], grid: Grid, share: float, changed: bool
 ) -> torch.Tensor:
-    """All gradients and a flag for each in one row, times `share`.
+    """All gradients and a flag for each in one row, times `share`; called without autograd.
 
     At its end are two more flags; see Note [Frozen on one rank] in `reducer`.
     """
     grads = [p.grad if p.requires_grad else None for p in members]
     flags = [*(float(grad is not None) for grad in grads), float(changed), float(not changed)]
     parts = [
-        torch.zeros_like(_local(p)) if grad is None else _local(grad).detach()
+        torch.zeros_like(_local(p)) if grad is None else _local(grad)
         for p, grad in zip(members, grads, strict=True)
     ]
 
     def flatten(_: Any, *here: torch.Tensor) -> torch.Tensor:
         dense = [part.to_dense() if part.is_sparse else part for part in here]
-        row = torch.cat([*(part.reshape(-1) for part in dense), dense[0].new_tensor(flags)])
+        row = flat([*dense, dense[0].new_tensor(flags)])
         return row if share == 1 else row.mul_(share)
 
     return each_rank(grid, flatten, *(localize(grid, part) for part in parts), axes=())
@@ -115,8 +116,7 @@ def flattened(
 def put_back(sent: SentBucket, row: torch.Tensor) -> None:
     """The reverse of `flattened`: set the gradients from the reduced row."""
     grid = sent.collectives[0][0]
-    held = [localize(grid, _local(p).detach()) for p in sent.parameters]
-    views, flags = split_row(grid, row, held)
+    views, flags = split_row(grid, row, [_local(p) for p in sent.parameters])
     for number, (parameter, view) in enumerate(zip(sent.parameters, views, strict=True)):
         if not parameter.requires_grad:
             continue  # frozen since
@@ -129,7 +129,9 @@ def _set_gradient(
     parameter: nn.Parameter, view: torch.Tensor, collectives: Sequence[Collective]
 ) -> None:
     if not isinstance(parameter, DTensor):
-        parameter.grad = plain_if_equal(view) if type(parameter.data) is torch.Tensor else view
+        if type(view) is not torch.Tensor and type(parameter.data) is torch.Tensor:
+            view = plain_if_equal(view)
+        parameter.grad = view
         return
     grad: Any = parameter.grad
     layout = parameter._layout if grad is None else grad._layout

@@ -34,7 +34,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,13 +43,14 @@ from shardwise._torch.autograd import (
     after_backward,
     current_backward,
     in_backward,
+    is_watched_later,
     own_hook,
-    users_hooks,
 )
 from shardwise.comm import collectives
 from shardwise.comm.watch import because, watch
 from shardwise.core.mesh import Grid
 from shardwise.core.untraced import untraced
+from shardwise.core.world import in_simulated_world
 from shardwise.dtensor.autograd import BUCKET_BYTES
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
@@ -252,6 +253,16 @@ def make_reducer(declared: DeclaredModule, *, together: bool) -> None:
     made.watch(together)
 
 
+class _Trained(NamedTuple):
+    """The buckets of some parameters, and those of row-sparse tables, which are in none."""
+
+    buckets: list[Bucket]
+    of_rows: list[nn.Parameter]
+    #: The ids of each bucket's parameters, and the number of each parameter's bucket.
+    members: list[frozenset[int]]
+    number: dict[int, int]
+
+
 class Reducer:
     """Reduces the gradients of declared modules; see Note [Buckets]."""
 
@@ -280,7 +291,7 @@ class Reducer:
         #: The group of each axis that gradients are reduced along.
         self.groups: dict[Axis, str | None] = {}
         self.handles: list[Any] = []
-        self.known_buckets: dict[Any, tuple[list[Bucket], list[nn.Parameter]]] = {}
+        self.known_buckets: dict[Any, _Trained] = {}
         #: Whether plain gradients are still to be compared along tensor axes.
         self.unchecked = any(declared.is_split for declared in self.modules) and any(
             is_used_alike(parameter) for parameter in self.parameters.values()
@@ -311,7 +322,7 @@ class Reducer:
                 "does not end there. Write the new values into the parameters, or pass leaves."
             )
         self.handles.append(parameter.register_post_accumulate_grad_hook(self._arrived))
-        if _may_be_shared(parameter):
+        if in_simulated_world() and _may_be_shared(parameter):
             hook = _room_per_rank(parameter)
             # Not the method of DTensors, which hides that the hook is our own.
             self.handles.append(torch.Tensor.register_hook(parameter, hook))
@@ -349,7 +360,7 @@ class Reducer:
     @untraced
     def _arrived(self, parameter: torch.Tensor) -> None:
         grad = parameter.grad
-        if id(parameter) in self.reductions and users_hooks(parameter)[1]:
+        if id(parameter) in self.reductions and is_watched_later(parameter):
             raise UnsupportedError(
                 f"A hook for after accumulation, on a parameter of shape {tuple(parameter.shape)} "
                 "of a data-parallel module, would see the gradient of this rank's batch, before it "
@@ -363,7 +374,10 @@ class Reducer:
         place = self.number.get(id(parameter))
         if place is None:
             return
-        self.missing[place].discard(id(parameter))
+        missing = self.missing[place]
+        missing.discard(id(parameter))
+        if missing:
+            return  # no bucket has become complete
         for each in _begun:
             reducer = each()
             if reducer is None or reducer.backward != self.backward:
@@ -391,9 +405,9 @@ class Reducer:
                     self.changed.add(reduction)
                 else:  # the ranks of a DTensor run one program
                     self.trained ^= {number}
-        self.buckets, self.of_rows = self._current_buckets()
-        self.missing = [{id(p) for p in bucket.parameters} for bucket in self.buckets]
-        self.number = {id(p): i for i, b in enumerate(self.buckets) for p in b.parameters}
+        found = self._current_buckets()
+        self.buckets, self.of_rows, self.number = found.buckets, found.of_rows, found.number
+        self.missing = list(map(set, found.members))
         after_backward(self._finish)
 
     def _active(self) -> list[int]:
@@ -404,15 +418,18 @@ class Reducer:
             return numbers
         return [n for n in numbers if not any(id(d) in resting for d in self.modules_of[n])]
 
-    def _current_buckets(self) -> tuple[list[Bucket], list[nn.Parameter]]:
-        """Of what is trained, outside of `no_sync`; and the parameters of row-sparse tables."""
+    def _current_buckets(self) -> _Trained:
+        """Of what is trained, outside of `no_sync`."""
         now = tuple(n for n in self._active() if n in self.trained)
         known = self.known_buckets.get(now)
         if known is None:
             pairs = [(self.parameters[n], self.reductions[n]) for n in now if not self._is_rows(n)]
             num_bytes = min(declared.bucket_bytes for declared in self.modules)
             rows = [self.parameters[n] for n in now if self._is_rows(n)]
-            known = self.known_buckets[now] = make_buckets(pairs, num_bytes), rows
+            buckets = make_buckets(pairs, num_bytes)
+            members = [frozenset(map(id, bucket.parameters)) for bucket in buckets]
+            number = {id(p): i for i, b in enumerate(buckets) for p in b.parameters}
+            known = self.known_buckets[now] = _Trained(buckets, rows, members, number)
         return known
 
     def _is_rows(self, number: int) -> bool:
@@ -422,8 +439,11 @@ class Reducer:
         bucket = self.buckets[self.num_started]
         self.num_started += 1
         alike: dict[tuple[Collective, ...], list[nn.Parameter]] = {}
-        for parameter in bucket.parameters:
+        for parameter in bucket.parameters if not bucket.reduction.means else ():
             alike.setdefault(collectives_for(parameter, bucket.reduction), []).append(parameter)
+        if bucket.reduction.means:  # all alike
+            path = collectives_for(bucket.parameters[0], bucket.reduction)
+            alike[path] = list(bucket.parameters)
         for path, members in alike.items():
             if path:
                 if watch.record is not None:
