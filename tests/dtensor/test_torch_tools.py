@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from by_hand import lay, value
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
 from torch.nn.utils import prune
 
 import shardwise
@@ -346,6 +348,9 @@ FORWARD = {
     "twice": torch.func.jacfwd(torch.func.jacfwd(lambda x: x**3)),
     "forward over reverse": torch.func.jacfwd(torch.func.jacrev(torch.exp)),
     "reverse over forward": torch.func.jacrev(torch.func.jacfwd(torch.sin)),
+    # The tangent has other strides than the value, and torch copies it.
+    "linear": torch.func.hessian(lambda x: F.linear(x.view(2, 3), x.view(2, 3)).sin().sum()),
+    "of a view": torch.func.jacfwd(lambda x: F.softmax(x.view(2, 3).mT, 0) * x.view(2, 3).mT),
 }
 
 
@@ -358,6 +363,71 @@ def test_forward_derivatives(mesh, name):
         torch.testing.assert_close(
             value(FORWARD[name](lay(x, mesh, [placement]))), FORWARD[name](x)
         )
+
+
+#: Ops with a kernel above autograd, of a matrix and a vector of indices.
+KERNELS_ABOVE = {
+    "linear": lambda x, ids: F.linear(x, x),
+    "matmul": lambda x, ids: x @ x.mT,
+    "einsum": lambda x, ids: torch.einsum("ij,kj->ik", x, x),
+    "embedding": lambda x, ids: F.embedding(ids, x),
+    "cross entropy": lambda x, ids: F.cross_entropy(x[:3], ids),
+    "layer norm": lambda x, ids: F.layer_norm(x, (4,)),
+    "sgn": lambda x, ids: x * x.sgn(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("name", KERNELS_ABOVE)
+def test_tangents_pass_through_kernels_above_autograd(mesh, name, placement, requires_grad):
+    fn, ids = KERNELS_ABOVE[name], torch.tensor([3, 0, 2])
+
+    def tangent(x, direction, ids):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x.requires_grad_(requires_grad), direction)
+            return forward_ad.unpack_dual(fn(dual, ids)).tangent.detach()
+
+    values = torch.randn(5, 4), torch.randn(5, 4)
+    expected = tangent(*values, ids)
+    found = tangent(
+        *(lay(x.detach(), mesh, [placement]) for x in values), lay(ids, mesh, [Shard(0)])
+    )
+    torch.testing.assert_close(value(found), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_a_jacobian_in_forward_mode_of_a_linear_layer(mesh):
+    x, weight = torch.randn(3, 4), torch.randn(2, 4)
+
+    def jacobian(x, weight):
+        ways = {"vectorize": True, "strategy": "forward-mode"}
+        return torch.autograd.functional.jacobian(lambda x: F.linear(x, weight), x, **ways)
+
+    found = jacobian(lay(x, mesh, [Shard(0)]), lay(weight, mesh, [Shard(0)]))
+    torch.testing.assert_close(value(found), jacobian(x, weight))
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda x: x.redistribute(placements=[Replicate()]),
+        lambda x: x.full_tensor(),
+        lambda x: x.to_local(),
+    ],
+    ids=["redistribute", "full_tensor", "to_local"],
+)
+def test_a_conversion_refuses_a_tangent(mesh, convert):
+    x = lay(torch.randn(4, 2), mesh, [Shard(0)])
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(shardwise.UnsupportedError, match="of a tensor with a tangent"):
+            convert(dual)
+        local = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        with pytest.raises(shardwise.UnsupportedError, match="of a tensor with a tangent"):
+            shardwise.DTensor.from_local(local, mesh, [Replicate()])
+        convert(x)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 
 from shardwise._torch.compat import Names, Probe
-from shardwise._torch.dispatch import make_wrapper
+from shardwise._torch.dispatch import OpOverload, make_wrapper, with_own_autograd
+from shardwise._torch.functions import tree_iter
 
 _names = Names()
 
@@ -61,6 +63,36 @@ _outside_transforms: Callable[[], Any] = _names.find(
     "DTensors cannot be made inside of torch.func's transforms",
     instead=contextlib.nullcontext,
 )
+
+
+#: torch's forward mode, which counts its levels from -1.
+_forward: Any = _names.make(
+    "_current_level",
+    "torch.autograd.forward_ad",
+    "tangents of DTensors get lost in forward mode",
+    lambda level: torch.autograd.forward_ad,
+    instead=types.SimpleNamespace(_current_level=-1),
+)
+
+
+def have_tangents(values: Iterable[Any]) -> bool:
+    """Whether a tensor has a tangent, as in `torch.autograd.forward_ad.dual_level()`."""
+    return _forward._current_level >= 0 and any(
+        isinstance(x, torch.Tensor) and _forward.unpack_dual(x).tangent is not None for x in values
+    )
+
+
+def unless_forward_mode(op: OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel`, which knows of no tangents; for operands that have some, torch's own formulas."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _forward._current_level >= 0 and have_tangents(tree_iter((args, kwargs))):
+            values = tree_iter((args, kwargs))
+            device = next(x.device.type for x in values if isinstance(x, torch.Tensor))
+            return with_own_autograd(op, device)(*args, **kwargs)
+        return kernel(*args, **kwargs)
+
+    return run
 
 
 def outside_transforms(make: Callable[..., Any], *args: Any) -> Any:

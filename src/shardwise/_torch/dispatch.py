@@ -72,6 +72,24 @@ autocast_off: Callable[[], Any] = _names.make(
 )
 
 
+#: The keys of torch's own autograd, by type of device, and of what is below it but for
+#: ADInplaceOrView, which only matters to views.
+_OWN_AUTOGRAD: Any = _names.make(
+    "DispatchKeySet DispatchKey",
+    "torch._C",
+    _NO_DTENSOR,
+    lambda keys, key: {
+        "cpu": keys(key.AutogradCPU).add(key.Python).add(key.CPU),
+        "cuda": keys(key.AutogradCUDA).add(key.Python).add(key.CUDA),
+    },
+)
+
+
+def with_own_autograd(op: OpOverload, device: str) -> Callable[..., Any]:
+    """`op` as torch differentiates or decomposes it, past kernels for `ABOVE_AUTOGRAD`."""
+    return functools.partial(op.redispatch, _OWN_AUTOGRAD[device])
+
+
 #: The first key of a tensor subclass, above autograd; ops that torch would decompose pass it whole.
 _FIRST: Any = _names.make(
     "DispatchKey",

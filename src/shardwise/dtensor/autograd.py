@@ -30,6 +30,7 @@ import torch
 from shardwise._torch.autograd import (
     current_node,
     current_transform,
+    have_tangents,
     is_legacy_batch,
     is_transformed,
     own_hook,
@@ -223,6 +224,7 @@ def redistribute(x: Any, target: Layout, async_op: bool = False) -> Any:
     """`x` in layout `target`, differentiable; `x` itself if that is its layout."""
     if x._layout is target:
         return x
+    refuse_tangent(x, "redistribute()")
     if x.is_sparse:
         x = x.terms()  # row-sparse gradients are moved dense
     if torch.is_grad_enabled() and x.requires_grad:
@@ -254,6 +256,16 @@ def refuse_transformed(x: torch.Tensor, where: str) -> None:
             "do not pass between plain and distributed tensors. Make DTensors before the "
             "transform, or use torch.autograd.grad(..., create_graph=True), or "
             "torch.autograd.functional.hessian and hvp."
+        )
+
+
+def refuse_tangent(x: torch.Tensor, asked: str) -> None:
+    """Raise for a tensor with a tangent of torch's forward mode, which a conversion would lose."""
+    if have_tangents((x,)):
+        raise UnsupportedError(
+            f"{asked} of a tensor with a tangent: forward mode does not pass through it. Convert "
+            "the value and the tangent of torch.autograd.forward_ad.unpack_dual(x), one after the "
+            "other, and make_dual() them again; or convert before the tensor gets its tangent."
         )
 
 

@@ -449,6 +449,7 @@ class DTensor(Wrapped):
         if run_check:
             conversion.check_all_ranks(local, grid, placements, shape, stride)
         layout = conversion.local_layout(local, grid, placements, shape, stride)
+        autograd.refuse_tangent(local_tensor, "from_local()")
         if is_transformed(local_tensor):
             autograd.refuse_transformed(local_tensor, "from_local()")
         if not (is_grad_enabled() and local_tensor.requires_grad):
@@ -474,6 +475,7 @@ class DTensor(Wrapped):
         if is_exporting() and is_exported():
             return _ops.to_local(self, encode_placements(grad_placements))
         layout = self._layout
+        autograd.refuse_tangent(self, "to_local()")
         if layout.snapshot:
             snapshots.current(self)
         if not (self.requires_grad and is_grad_enabled()):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.autograd import unless_forward_mode
 from shardwise.core.untraced import untraced
 from shardwise.dispatch import catalog
 from shardwise.dispatch.local_call import ON_HOST, REFUSED
@@ -56,19 +57,26 @@ _library = torch.library.Library("aten", "IMPL")
 _any_library = torch.library.Library("_", "IMPL")
 
 
+_KEY = "AutogradPrivateUse3"
+
+
+def _op(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
 def _register_kernels() -> None:
     """Register the kernels for DTensors: no other tensor has the dispatch key."""
-    for _, kernel in KERNELS:
-        untraced(kernel)
-    for name, kernel in (*KERNELS, *composites.kernels()):
-        packet, _, overload = name.partition(".")
-        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        fallback.kernels_above[op] = kernel
-        _library.impl(name, kernel, "AutogradPrivateUse3")
+    for name, kernel in KERNELS:
+        fallback.kernels_above[_op(name)] = untraced(kernel)
+        _library.impl(name, untraced(unless_forward_mode(_op(name), kernel)), _KEY)
+    for name, kernel in composites.kernels():
+        fallback.kernels_above[_op(name)] = kernel
+        _library.impl(name, kernel, _KEY)
     for name, kernel in composites.kernels_with_out():
-        _library.impl(name, kernel, "AutogradPrivateUse3")
+        _library.impl(name, kernel, _KEY)
     # Ops without a kernel for the key fall through to the device's autograd.
-    _any_library.fallback(torch.library.fallthrough_kernel, "AutogradPrivateUse3")
+    _any_library.fallback(torch.library.fallthrough_kernel, _KEY)
 
 
 catalog.CATALOG.update(RULES)

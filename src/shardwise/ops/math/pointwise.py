@@ -27,6 +27,7 @@ from shardwise.dispatch.rule import (
 )
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import run
+from shardwise.errors import UnsupportedError
 
 aten = torch.ops.aten
 
@@ -124,6 +125,20 @@ def log_sigmoid_backward(grad: Any, x: Any, buffer: Any) -> Any:
     return (grad.to(exact) * (negative + (1 - 2 * negative) * share)).to(grad.dtype)
 
 
+def zeros_for_tangent(x: Any, other: Any, *, self_num_batch_dims: int = 0) -> Any:
+    """Where a tangent `x` has other strides than the tensor `other`, torch copies it into these."""
+    if x._layout.expanded:  # as torch.func.linearize makes it, whose graph would hold no copy
+        raise UnsupportedError(
+            "aten._new_zeros_with_same_feature_meta does not have a sharding strategy registered "
+            f"for a tangent whose entries share memory: {x._layout!r}. Call contiguous() on it; "
+            "for torch.func.linearize, use torch.func.jvp."
+        )
+    shape, stride, step = [*other.shape], [*other.stride()], other.numel()
+    for size in reversed(x.shape[:self_num_batch_dims]):
+        shape, stride, step = [size, *shape], [step, *stride], step * size
+    return x.new_empty_strided(shape, stride).zero_()
+
+
 #: The inputs whose values the op may refuse; see `dispatch.local_call`.
 REFUSED: dict[Any, slice] = dict.fromkeys(DIVISIONS, slice(-1, None))
 
@@ -132,6 +147,7 @@ KERNELS: tuple[tuple[str, Any], ...] = (("sgn", sgn), ("sgn_", sgn_))
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.log_sigmoid_forward.default: log_sigmoid,
     aten.log_sigmoid_backward.default: log_sigmoid_backward,
+    aten._new_zeros_with_same_feature_meta.default: zeros_for_tangent,
 }
 
 
