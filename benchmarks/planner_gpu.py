@@ -27,7 +27,7 @@ from benchmarks.planner_steps import rank_correlation
 from benchmarks.planner_tasks import DLRM_IDS, DLRM_ROWS
 from shardwise.embedding import EmbeddingBagCollection, Jagged, Plan, RowWiseAdagrad, Table
 from shardwise.embedding.batch import bags_of
-from shardwise.lookup.exchange import FeatureBags
+from shardwise.lookup.bags import FeatureBags
 from shardwise.lookup.messages import RankBatch
 from shardwise.lookup.routing import Route
 from shardwise.planner.calibrate import draw_batch, least_squares_from_zero

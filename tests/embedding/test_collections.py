@@ -795,6 +795,25 @@ def _calls_of_a_step(num_tables, optimizer, kind, mesh):
     return calls, ops.num
 
 
+@pytest.mark.parametrize("kind", [None, "table_wise", "row_wise"])
+@pytest.mark.parametrize("cls", [EmbeddingBagCollection, EmbeddingCollection])
+def test_a_tensor_for_each_feature_takes_as_many_ops_for_many_tables_as_for_few(cls, kind, mesh):
+    assert len({_ops_of_a_step(cls, num, kind, mesh) for num in (28, 100, 400)}) == 1
+
+
+def _ops_of_a_step(cls, num_tables, kind, mesh):
+    """Forward, backward and update, of ids that repeat."""
+    rows = cls([cases.Table(f"t{i}", 16, 8) for i in range(num_tables)], optimizer=SGD(0.1))
+    if kind is not None:
+        rows.shard(mesh, kind)
+    ids, lengths = (torch.tensor(each).repeat(num_tables) for each in ([1, 2, 1], [3]))
+    batch = Jagged(rows.features, ids, lengths=lengths)
+    ones = [torch.ones_like(each) for each in cases.rows_of(rows(batch)).values()]
+    with CountedOps() as ops:
+        torch.autograd.backward(list(cases.rows_of(rows(batch)).values()), ones)
+    return ops.num
+
+
 class CountedOps(TorchDispatchMode):
     num = 0
 

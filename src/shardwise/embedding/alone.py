@@ -29,7 +29,7 @@ from shardwise.kernels.launch import is_captured
 from shardwise.kernels.lookup import Trace, pooled_lookup
 from shardwise.kernels.tables import IdBags, OutputRows, Records, TableSet, check_bags, first_bags
 from shardwise.lookup.backends.triton_kernels import step_rows
-from shardwise.lookup.exchange import FeatureBags
+from shardwise.lookup.bags import FeatureBags
 from shardwise.lookup.messages import RankBatch
 from shardwise.lookup.optimizers import Adam
 from shardwise.lookup.prefetch import PrefetchedBatch

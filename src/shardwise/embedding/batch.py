@@ -17,7 +17,8 @@ from shardwise.comm.agreement import Fault
 from shardwise.core.mesh import Grid
 from shardwise.embedding.jagged import Jagged
 from shardwise.errors import ArgumentError, BatchError, IdRangeError, ShardwiseError
-from shardwise.lookup.exchange import FeatureBags, ranks_present
+from shardwise.lookup.bags import FeatureBags
+from shardwise.lookup.exchange import ranks_present
 from shardwise.lookup.ids import edges_of
 from shardwise.lookup.prefetch import PrefetchedBatch, unreadable
 from shardwise.lookup.routing import Route

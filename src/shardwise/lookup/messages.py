@@ -28,7 +28,6 @@ lookups leave repeated ids out of the batch itself, where at least a tenth of th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -37,7 +36,7 @@ import numpy as np
 import torch
 
 from shardwise.lookup.backends.backend import Query, Runs
-from shardwise.lookup.exchange import FeatureBags, Repeats, without_repeats
+from shardwise.lookup.bags import FeatureBags, PerFeature, Repeats, without_repeats
 from shardwise.lookup.ids import distinct, places_of_runs, repeated, spread, stable_order
 from shardwise.lookup.routing import LegBlock, OutputPiece, Route, RowGroup, rows_are_fewer
 
@@ -126,48 +125,6 @@ def _per_owner(
     return found, np.diff(edges[:, ends], axis=1)
 
 
-class PerFeature:
-    """The ids, lengths and weights of each feature, as views; made where tables are split."""
-
-    def __init__(self, bags: FeatureBags) -> None:
-        self._bags = bags
-        self.num_ids, self.num_bags = bags.ids_to - bags.ids_from, bags.num_bags
-        order = np.lexsort((self.num_bags, bags.bags_from))
-        #: The features in the order of the batch; None if that is the declared one.
-        self._order = None if (order == np.arange(len(order))).all() else order
-
-    @functools.cached_property
-    def ids(self) -> Sequence[torch.Tensor]:
-        return self.of_ids(self._bags.values)
-
-    @functools.cached_property
-    def lengths(self) -> Sequence[torch.Tensor]:
-        return self.of_bags(self._bags.lengths)
-
-    @functools.cached_property
-    def weights(self) -> Sequence[torch.Tensor] | None:
-        return None if self._bags.weights is None else self.of_ids(self._bags.weights)
-
-    def of_ids(self, values: torch.Tensor, per_id: int = 1) -> Sequence[torch.Tensor]:
-        """Per feature, its share of what is given for each id of the batch."""
-        return self._views(values, self.num_ids * per_id)
-
-    def of_bags(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
-        return self._views(values, self.num_bags)
-
-    def _views(self, values: torch.Tensor, counts: np.ndarray) -> Sequence[torch.Tensor]:
-        if self._order is None:
-            return values.split(counts.tolist())
-        parts = values.split(counts[self._order].tolist())
-        return [parts[place] for place in np.argsort(self._order).tolist()]
-
-    def spread(self, numbers: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-        """For each id of the batch, the number of its feature."""
-        order = slice(None) if self._order is None else self._order
-        given, counts = torch.from_numpy(numbers[order]), self.num_ids[order]
-        return spread(given, counts, like.shape[0], like.device).to(like.dtype)
-
-
 class Counts(NamedTuple):
     """How many numbers a rank sends, and how many it gets: of rows, or one for each id."""
 
@@ -217,8 +174,9 @@ class RankBatch:
             self.bags, self.repeats = without_repeats(given, route.features.num_rows)
         parts = PerFeature(self.bags)
         self.num_ids, self.num_bags = parts.num_ids, parts.num_bags
-        #: The rows of the output of each feature.
-        self.num_rows = self.num_bags if route.pooled else self.num_ids
+        #: The rows of each feature: of the output, and of what is sent for it.
+        self.num_rows = given.num_bags if route.pooled else given.ids_to - given.ids_from
+        self.num_sent = self.num_bags if route.pooled else self.num_ids
         self.split = [SplitIds(route, group, parts) for group in route.groups]
         #: Which groups get ids and return rows; see Note [Rows instead of sums]. The last item is
         #: for tables that are in no group.

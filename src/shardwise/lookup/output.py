@@ -22,7 +22,7 @@ def assemble_output(
     batch: RankBatch, flat: torch.Tensor, local: dict[int, torch.Tensor], joined: bool
 ) -> list[torch.Tensor]:
     """One tensor per feature, or one with all of them side by side, from the received rows."""
-    route, counts = batch.route, batch.num_rows
+    route, counts = batch.route, batch.num_sent
     by_strips = joined and route.has_strips
     whole = flat.new_empty(int(counts[0]), sum(route.dims)) if by_strips else flat
     parts: list[Any] = [None] * len(route.columns.widths)
@@ -93,7 +93,7 @@ def flatten_gradients(
     """The gradients of received rows, flat as those came, and of local rows by stack."""
     if batch.repeats is not None:
         grads = batch.repeats.summed(grads)
-    route, counts, device = batch.route, batch.num_rows, batch.bags.values.device
+    route, counts, device = batch.route, batch.num_sent, batch.bags.values.device
     flat = scratch.numbers(sum(batch.of_rows.wanted), route.dtype, device)
     own = {
         block.stack: flat.new_empty(batch.own_requests[block.stack].query.num_bags, block.width)
@@ -122,7 +122,7 @@ def _of_sums(
     batch: RankBatch, grads: Sequence[torch.Tensor | None], joined: bool
 ) -> list[torch.Tensor]:
     """Gradients of the outputs as those of sums; zeros for missing ones."""
-    route, counts, dims = batch.route, batch.num_rows.tolist(), batch.route.dims
+    route, counts, dims = batch.route, batch.num_sent.tolist(), batch.route.dims
     if joined:
         counts, dims = counts[:1], [sum(dims)]
     nothing = torch.zeros((), dtype=route.dtype, device=batch.bags.values.device)
@@ -151,7 +151,8 @@ def _copy_of_gradients(
     of_outputs = [slice(None)] if joined else columns.of_feature
     in_order: list[torch.Tensor] = []
     for grad, mine in zip(grads, of_outputs, strict=True):
-        in_order += grad.split(columns.widths[mine], dim=1)
+        widths = columns.widths[mine]
+        in_order += [grad] if len(widths) == 1 else grad.split(widths, dim=1)
     parts = columns.numbered(in_order)
 
     def copy(piece: OutputPiece, rows: torch.Tensor) -> None:

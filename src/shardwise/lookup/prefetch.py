@@ -31,8 +31,8 @@ from shardwise.comm.agreement import (
 from shardwise.comm.watch import because
 from shardwise.core.mesh import Grid
 from shardwise.errors import BatchError, ShardwiseError
+from shardwise.lookup.bags import FeatureBags, PerFeature
 from shardwise.lookup.exchange import (
-    FeatureBags,
     finished,
     places_together,
     ranks_present,
@@ -169,13 +169,10 @@ class PrefetchedBatch:
 
     def lengths_per_feature(self) -> list[torch.Tensor]:
         """The lengths of each feature's bags, as the batch has them."""
-        columns = [
-            [batch.given.lengths_of(feature) for batch in self._batches]
-            for feature in range(self.route.num_features)
-        ]
+        found = [PerFeature(batch.given).lengths for batch in self._batches]
         if self.grid is None:
-            return [column[0] for column in columns]
-        return [one_tensor(self.grid, column) for column in columns]
+            return list(found[0])
+        return [one_tensor(self.grid, column) for column in zip(*found, strict=True)]
 
     def zeros(
         self, dtype: torch.dtype, device: torch.device, *, joined: bool, trained: bool

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.plan import KINDS
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.lookup.exchange import MOST_DIFFERENT
+from shardwise.lookup.bags import MOST_DIFFERENT
 from shardwise.lookup.tiling import Table, checked_tables
 from shardwise.plans import LARGEST, read_content
 

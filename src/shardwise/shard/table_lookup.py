@@ -28,8 +28,9 @@ from shardwise.effects import EffectOp
 from shardwise.errors import UnsupportedError
 from shardwise.lookup.backends.backend import Lookups, serving
 from shardwise.lookup.backends.registry import make_backend
+from shardwise.lookup.bags import bags_of_one
 from shardwise.lookup.engine import Engine, Weights
-from shardwise.lookup.exchange import bags_of_one, combined, ranks_present
+from shardwise.lookup.exchange import combined, ranks_present
 from shardwise.lookup.ids import dtype_fault, offsets_fault, promoted
 from shardwise.lookup.messages import NEEDS_BACKWARD, RankBatch, any_rank
 from shardwise.lookup.prefetch import PrefetchedBatch
