@@ -550,3 +550,24 @@ def test_a_group_of_some_ranks(world):
     assert torch.equal(whole(st.grad), expected)
     with pytest.raises(LayoutError, match="not in the group"):
         shard_tensor(values(), chunks(0, 0, 1), process_group=group)
+
+
+@pytest.mark.parametrize("ways", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_an_optimizer_steps_on_parameters_of_several_specs_at_once(world, make, ways):
+    """Shards in any order, several or none of them on a rank, and a plain parameter."""
+    numbers = values() / 66
+    plain = [nn.Parameter(numbers.clone()) for _ in (*SPECS, "plain")]
+    sharded = [nn.Parameter(shard_tensor(numbers.clone(), each)) for each in SPECS.values()]
+    sharded.append(nn.Parameter(numbers.clone()))
+    for parameters in (plain, sharded):
+        optimizer = make(parameters, lr=0.1, weight_decay=0.1, **ways)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for parameter in parameters:
+                parameter.pow(3).sum().backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+            optimizer.step()
+    for ours, alone in zip(sharded, plain, strict=True):
+        found = whole(ours) if isinstance(ours, DTensor) else ours
+        torch.testing.assert_close(found, alone)

@@ -45,6 +45,8 @@ def dispatch(
     if any(isinstance(x, kind) and not x._tiling.natural for x in leaves):
         if any(map(is_unbacked, leaves)):
             return dispatch_unbacked(kind, func, args, kwargs)
+        if _takes_lists(func) and len(args[0]) > 1:
+            return _one_by_one(func, args, kwargs)
         leaves = [_shard_if_replicated(first, leaf) for leaf in leaves]
         _check_any_order(func, first, leaves, args)
     plain: dict[int, ShardedTensor] = {}
@@ -57,6 +59,24 @@ def dispatch(
     for result in results:
         snapshots.mark_view_of(result, first)
     return tree_unflatten([_rewrapped(r, first, plain) for r in results], shape)
+
+
+def _takes_lists(op: Any) -> bool:
+    """Whether the op updates each tensor of a list by itself, or reduces all values of each."""
+    return op._schema.name.startswith(("aten::_foreach_", "aten::_fused_ad", "aten::_fused_sgd"))
+
+
+def _one_by_one(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tensors of a list may have different specs."""
+    results = []
+    for place in range(len(args[0])):
+
+        def at(value: Any, place: int = place) -> Any:
+            return [value[place]] if isinstance(value, (list, tuple)) and value else value
+
+        found = op(*map(at, args), **{name: at(value) for name, value in kwargs.items()})
+        results.append(found)
+    return [each for found in results for each in found] if op._schema.returns else None
 
 
 #: Ops that reduce to one value when they get no dims and no keepdim, which come third.
@@ -85,7 +105,7 @@ def _check_any_order(
     tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.dim()]
     alike = all(isinstance(x, type(first)) and x._tiling is first._tiling for x in tensors)
     over_all = op in _OVER_ALL and not any(args[2:])
-    if not (is_elementwise(op) or over_all) or not alike:
+    if not (is_elementwise(op) or _takes_lists(op) or over_all) or not alike:
         specs = "; ".join(
             str(x.sharding_spec()) if isinstance(x, type(first)) else type(x).__name__
             for x in tensors
