@@ -259,6 +259,50 @@ def test_without_a_plan_the_planner_finds_one():
         names.DistributedModelParallel(Model(names.EmbeddingBagCollection(bag_configs())))
 
 
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam], ids=lambda o: o.__name__
+)
+def test_tables_are_updated_in_backward_on_one_device_too(optimizer):
+    batch = names.KeyedJaggedTensor(KEYS, IDS % 8, lengths=LENGTHS)
+
+    def train(shard):
+        torch.manual_seed(0)
+        model = Model(names.EmbeddingBagCollection(tables=bag_configs()))
+        names.apply_optimizer_in_backward(optimizer, model.tables.parameters(), {"lr": 0.1})
+        before = model.tables.parameter("t_user").detach().clone()
+        trained = names.DistributedModelParallel(model, device="cpu") if shard else model
+        for _ in range(2):
+            trained(batch).backward()
+        assert all(p.grad is None for p in model.tables.parameters())
+        after = model.tables.parameter("t_user").detach()
+        return after.full_tensor().agreed() - before if shard else after - before
+
+    with shardwise.simulate(2):
+        sharded = train(True)
+    assert sharded.any()
+    torch.testing.assert_close(train(False), sharded)
+
+
+def test_a_chosen_optimizer_is_left_out_where_tables_are_dense():
+    with shardwise.simulate(2):
+        model = Model(names.EmbeddingBagCollection(tables=bag_configs()))
+        names.apply_optimizer_in_backward(torch.optim.SGD, model.tables.parameters(), {"lr": 0.1})
+        model(names.KeyedJaggedTensor(KEYS, IDS % 8, lengths=LENGTHS)).backward()
+        kinds = dict.fromkeys(("t_user", "t_item"), names.row_wise(compute_kernel="dense"))
+        parallel = names.DistributedModelParallel(model, plan=plan_of(model, **kinds), device="cpu")
+        parallel(batches()[0]).backward()
+        assert all(p.grad is not None for p in model.tables.parameters())
+
+
+def test_tables_of_one_collection_have_one_optimizer():
+    model = Model(names.EmbeddingBagCollection(tables=bag_configs()))
+    first, second = model.tables.parameters()
+    names.apply_optimizer_in_backward(torch.optim.SGD, [first], {"lr": 0.1})
+    names.apply_optimizer_in_backward(torch.optim.SGD, [second], {"lr": 0.2})
+    with pytest.raises(UnsupportedError, match="make a collection for each"):
+        model(names.KeyedJaggedTensor(KEYS, IDS % 8, lengths=LENGTHS))
+
+
 def test_rows_that_are_not_pooled():
     with shardwise.simulate(2):
         configs = [names.EmbeddingConfig(8, 4, "word", feature_names=["word"])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,6 +85,10 @@ class EmbeddingBagConfig(BaseEmbeddingConfig):
     pooling: PoolingType = PoolingType.SUM
 
 
+#: The attribute of a parameter with the optimizer that `apply_optimizer_in_backward` chose.
+CHOSEN = "_chosen_optimizer"
+
+
 class _Named(ours._Collection):
     """Base of both collections: configs, fused optimizers chosen later, sharded state dicts."""
 
@@ -111,11 +116,29 @@ class _Named(ours._Collection):
     def device(self) -> torch.device:
         return self._engine.stacks.device
 
-    def fuse(self, optimizer: FusedOptimizer) -> None:
-        """Update the tables in backward once sharded, when torchrec chooses the optimizer."""
+    def fuse(self, optimizer: FusedOptimizer | None) -> None:
+        """Update the tables in backward once sharded; None leaves their gradients."""
         if self._engine.grid is not None:
             raise ShardwiseError("The collection is sharded already: choose its optimizer before.")
         self._settings = optimizer
+
+    def chosen_optimizer(self) -> FusedOptimizer | None:
+        """The optimizer that `apply_optimizer_in_backward` chose for the tables."""
+        chosen = [p.__dict__.get(CHOSEN) for p in self.parameters()]
+        if any(each != chosen[0] for each in chosen):
+            raise UnsupportedError(
+                f"The tables {', '.join(table.name for table in self.tables)} of a collection were "
+                "given different optimizers: make a collection for each."
+            )
+        return dataclasses.replace(chosen[0]) if chosen[0] is not None else None
+
+    def _use_chosen_optimizer(self) -> None:
+        """Update in backward on one device too."""
+        if self._settings is None and self._engine.grid is None:
+            optimizer = self.chosen_optimizer()
+            if optimizer is not None:
+                self.fuse(optimizer)
+                self._settle(self._engine.stacks, scale=1.0)
 
 
 def _as_sharded_tensors(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -170,6 +193,7 @@ class EmbeddingBagCollection(_Named, ours.EmbeddingBagCollection):
         return self._is_weighted
 
     def forward(self, features: Any) -> KeyedTensor:
+        self._use_chosen_optimizer()
         batch: Any = features
         if not isinstance(features, PrefetchedBatch):
             batch = Jagged.of(features)
@@ -193,6 +217,7 @@ class EmbeddingCollection(_Named, ours.EmbeddingCollection):
         return self._configs
 
     def forward(self, features: Any) -> dict[str, JaggedTensor]:  # type: ignore[override]
+        self._use_chosen_optimizer()
         rows = super().forward(features)
         return {
             key: JaggedTensor(found.values, lengths=found.lengths) for key, found in rows.items()

@@ -13,7 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import ArgumentError, UnsupportedError
-from shardwise.interop.torchrec.collections import EmbeddingBagCollection, EmbeddingCollection
+from shardwise.interop.torchrec.collections import (
+    CHOSEN,
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+)
 from shardwise.interop.torchrec.conversion import plan_from_torchrec
 from shardwise.lookup.optimizers import SGD, Adagrad, Adam, FusedOptimizer, RowWiseAdagrad
 from shardwise.lookup.tiling import Table
@@ -205,7 +209,7 @@ def apply_optimizer_in_backward(
     params: Iterable[nn.Parameter],
     optimizer_kwargs: Mapping[str, Any],
 ) -> None:
-    """Make `DistributedModelParallel` update these tables in backward.
+    """Update these tables in backward, before and after `DistributedModelParallel` shards them.
 
     `optimizer_class` is SGD, Adagrad or Adam of torch, or `RowWiseAdagrad`.
     """
@@ -217,8 +221,9 @@ def apply_optimizer_in_backward(
     given = dict(optimizer_kwargs)
     fused = {"optimizer": _OF_TORCH[name], "learning_rate": given.pop("lr", 0.01)}
     fused |= dict(zip(("beta1", "beta2"), given.pop("betas", ()), strict=False))
+    settings = fused_optimizer(fused | given)
     for parameter in params:
-        parameter._fused_params = fused | given  # type: ignore[attr-defined]
+        parameter.__dict__[CHOSEN] = settings
 
 
 # -- sharders and the planner ----------------------------------------------------------------
@@ -451,8 +456,7 @@ class DistributedModelParallel(nn.Module):
 
     def _shard(self, path: str, collection: Any, plan: Any, sharders: Sequence[Any]) -> None:
         optimizer = _optimizer_of(path, collection, plan, sharders)
-        if optimizer is not None:
-            collection.fuse(optimizer)
+        collection.fuse(optimizer)
         collection.shard(self._mesh, plan_from_torchrec(plan))
         if optimizer is not None:
             self._fused[path] = collection
@@ -529,13 +533,8 @@ def _optimizer_of(
         raise ArgumentError(
             f"sharders has none for {type(collection).__name__}, which the plan shards at {path!r}."
         )
-    own = [getattr(p, "_fused_params", None) for p in collection.parameters()]
-    if any(each != own[0] for each in own):
-        raise UnsupportedError(
-            f"The tables of the collection {path!r} were given different optimizers: make a "
-            "collection for each."
-        )
-    return fused_optimizer(own[0] if own[0] is not None else fitting[0].fused_params)
+    own = collection.chosen_optimizer()
+    return fused_optimizer(fitting[0].fused_params) if own is None else own
 
 
 class FusedOptimizers:
