@@ -260,6 +260,43 @@ def test_ops_whose_tensors_are_no_floats(mesh):
     torch.testing.assert_close(value(found), wanted)
 
 
+@pytest.mark.parametrize("sorted_", [True, False], ids=["sorted", "unsorted"])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_packed_sequences(mesh, kind, placement, sorted_):
+    alone = kind(6, 4, num_layers=2, bidirectional=True, batch_first=True)
+    shared = shardwise.distribute_module(copy.deepcopy(alone), mesh)
+    x, lengths = torch.randn(3, 5, 6), torch.tensor([5, 3, 2] if sorted_ else [2, 5, 3])
+
+    def run(layer, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=sorted_)
+        outputs, ends = layer(packed)
+        padded, found = nn.utils.rnn.pad_packed_sequence(
+            outputs, True, padding_value=0.5, total_length=6
+        )
+        assert found.tolist() == lengths.tolist()
+        loss = padded.square().sum() + (ends[1] if kind is nn.LSTM else ends).sum()
+        return [padded, *torch.autograd.grad(loss, [x, *layer.parameters()])]
+
+    expected = run(alone, x.clone().requires_grad_(), lengths)
+    laid_out = lay(x, mesh, [placement]).requires_grad_()
+    found = run(shared, laid_out, lay(lengths, mesh, [Replicate()]))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(value(ours), theirs)
+
+
+def test_lengths_of_packed_sequences_are_the_same_on_every_rank(mesh):
+    x = lay(torch.randn(3, 5, 6), mesh, [Shard(0)])
+    with pytest.raises(MixedTensorsError, match=r"argument 1 \(lengths\)"):
+        nn.utils.rnn.pack_padded_sequence(x, [5, 3, 2], batch_first=True)
+    with shardwise.implicit_replication():
+        packed = nn.utils.rnn.pack_padded_sequence(x, [5, 3, 2], batch_first=True)
+    assert packed.batch_sizes.tolist() == [3, 3, 2, 1, 1]
+    lengths = lay(torch.tensor([2, 3, 5]), mesh, [Replicate()])
+    with pytest.raises(RuntimeError, match="sorted in decreasing order"):
+        nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+
+
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 @pytest.mark.parametrize("placements", [[Shard(0), Shard(0)], [Shard(0), Shard(1)]])
 def test_cells_start_from_zeros_and_step_on(square, cell, placements):

@@ -56,6 +56,10 @@ _MADE_ARGUMENTS: dict[Any, int] = {
     aten.gru.input: 1,
     aten.rnn_tanh.input: 1,
     aten.rnn_relu.input: 1,
+    aten.lstm.data: 2,
+    aten.gru.data: 2,
+    aten.rnn_tanh.data: 2,
+    aten.rnn_relu.data: 2,
 }
 
 #: Python functions of torch that mix tensors they make with their arguments, by module and name,
@@ -82,6 +86,7 @@ _MAKERS: dict[tuple[str, str], bool] = {
     ("torch.nn.functional", "multi_head_attention_forward"): False,
     ("torch.nn.init", "sparse_"): True,
     ("torch.nn.modules.transformer", "_detect_is_causal_mask"): False,
+    ("torch.nn.utils.rnn", "invert_permutation"): False,
     ("torch.nn.utils.prune", "RandomStructured.compute_mask.<locals>.make_mask"): True,
     ("torch.nn.utils.parametrizations", "_is_orthogonal"): False,
     ("torch.nn.utils.parametrizations", "_Orthogonal.forward"): False,
