@@ -193,6 +193,30 @@ def test_a_norm_that_refuses_a_batch_of_one_does_not_decide_for_all_ranks():
         F.batch_norm(x, None, None, training=True)
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm1d(4),
+        nn.GroupNorm(2, 4),
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True), 1),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_layers_of_uneven_batches(layer):
+    values = [torch.randn(size, 4, 6) for size in (3, 2, 5, 4)]
+    expected = []
+    for value in values:
+        own = copy.deepcopy(layer)
+        y = own(value.requires_grad_())
+        expected.append([y.detach(), *gradients(own, y, value)])
+    x = LocalTensor.per_rank(lambda rank: values[rank].detach()).requires_grad_()
+    y = layer(x)
+    found = [y.detach(), *gradients(layer, y, x)]
+    for rank in range(4):
+        for ours, alone in zip(found, expected[rank], strict=True):
+            torch.testing.assert_close(ours.on_rank(rank), alone, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("read", [float, bool, lambda x: x.item(), lambda x: x.tolist()])
 def test_a_value_is_read_where_all_agree(read):
     assert read(ranked(3.0, 3.0, 3.0, 3.0)) == read(torch.tensor(3.0))

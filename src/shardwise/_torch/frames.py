@@ -127,9 +127,13 @@ _COMPILER = _places(
     "fx",
     "utils/_python_dispatch.py",
 )
-_FORMULAS = _places("_decomp", "_refs", "nn/functional.py", "utils/checkpoint.py")
-#: Of these, functions that refuse a batch of one: each rank would decide by its own size.
-_DECIDE = frozenset({"batch_norm", "group_norm", "instance_norm"})
+_FORMULAS = _places(
+    "_decomp", "_refs", "nn/functional.py", "nn/modules/transformer.py", "utils/checkpoint.py"
+)
+#: Of these, norms, which may refuse a rank's tensor for its size alone.
+_NORMS = frozenset({"batch_norm", "group_norm"})
+#: And one that gives sizes to an op that takes the same on every rank.
+_GIVES_SIZES = frozenset({"instance_norm"})
 #: Files used by the compiler and by programs, and the compiler's function in each.
 _SHARED = dict(
     zip(
@@ -152,8 +156,10 @@ class Asker(Enum):
     COMPILER = auto()
     #: The compiler, looking for sizes that never change.
     FOR_CONSTANTS = auto()
-    #: One of torch's formulas in Python.
+    #: One of torch's formulas or layers in Python.
     FORMULA = auto()
+    #: Of these, a norm, which refuses a batch of one.
+    NORM = auto()
 
 
 def asker(own_file: str) -> Asker:
@@ -162,8 +168,8 @@ def asker(own_file: str) -> Asker:
     while frame.f_code.co_filename == own_file:
         frame = frame.f_back
     file, name = frame.f_code.co_filename, frame.f_code.co_name
-    if file.startswith(_FORMULAS) and name not in _DECIDE:
-        return Asker.FORMULA
+    if file.startswith(_FORMULAS) and name not in _GIVES_SIZES:
+        return Asker.NORM if name in _NORMS else Asker.FORMULA
     if not file.startswith(_COMPILER):
         above = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
         # A guard is evaluated again, to say why it failed.

@@ -182,12 +182,18 @@ class LocalTensor(torch.Tensor):
                     traced_placeholder(self.dim()) if traced else placeholder(self._parts)
                 )
             return self._recorded[strides]
-        if who is Asker.FORMULA:
+        if who is Asker.FORMULA or (who is Asker.NORM and self._may_be_normalized()):
             return (torch.Tensor.stride if strides else torch.Tensor.size)(self)
         if who is Asker.FOR_CONSTANTS:
             return no_constants()
         found = [p.stride() if strides else p.shape for p in self._parts]
         raise mismatch(asked, self._roster, found)
+
+    def _may_be_normalized(self) -> bool:
+        """Whether no norm refuses the part of one rank and takes that of another."""
+        if len({part.shape[2:] for part in self._parts}) > 1:
+            return False
+        return all(part.dim() > 1 and part.numel() > part.shape[1] for part in self._parts)
 
     @property
     def _dynamo_weak_dynamic_indices(self) -> set[int]:
