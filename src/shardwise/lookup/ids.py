@@ -259,6 +259,43 @@ def places(mask: torch.Tensor) -> torch.Tensor:
     return mask.nonzero().view(-1)
 
 
+def rows_here(
+    ids: torch.Tensor, first_row: int, num_rows: int, skipped: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of so many from the first one on, without one id; and the positions of their ids.
+
+    >>> rows, places = rows_here(torch.tensor([7, 3, 5, 4]), 4, 3, skipped=5)
+    >>> rows.tolist(), places.tolist()
+    ([0], [3])
+    """
+    if ids.device.type != "cpu":
+        rows = ids - first_row
+        keep = (rows >= 0).logical_and_(rows < num_rows)
+        if skipped >= 0:
+            keep.logical_and_(ids != skipped)
+        found = keep.nonzero().view(-1)
+        return rows.index_select(0, found), found
+    # By numpy, in half of the time of torch's calls. Negative numbers are large without a sign.
+    numbers = (ids - first_row).numpy()
+    inside = numbers.view(f"u{numbers.itemsize}") < num_rows
+    if skipped >= 0:
+        inside &= numbers != skipped - first_row
+    positions = np.flatnonzero(inside)
+    return torch.from_numpy(numbers[positions]), torch.from_numpy(positions)
+
+
+def num_up_to(bounds: torch.Tensor, sorted_numbers: torch.Tensor, right: bool) -> torch.Tensor:
+    """How many of some sorted numbers are less than each bound; with `right`, or equal.
+
+    >>> num_up_to(torch.tensor([0, 2, 5]), torch.tensor([1, 2, 4]), right=True).tolist()
+    [0, 2, 3]
+    """
+    if bounds.device.type == "cpu":
+        side: Any = "right" if right else "left"
+        return torch.from_numpy(np.searchsorted(sorted_numbers.numpy(), bounds.numpy(), side))
+    return torch.searchsorted(sorted_numbers, bounds, right=right)
+
+
 def divided(ids: torch.Tensor, block: int) -> torch.Tensor:
     """`ids // block`; numpy is faster than torch's division."""
     if ids.device.type == "cpu":

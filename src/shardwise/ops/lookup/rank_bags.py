@@ -20,8 +20,14 @@ import torch
 from shardwise._torch.functions import check_size
 from shardwise.lookup.backends.backend import PartQuery
 from shardwise.lookup.backends.registry import ByDevice
-from shardwise.lookup.ids import divided, has_values, segment_sums
-from shardwise.lookup.ids import places as true_places
+from shardwise.lookup.ids import (
+    divided,
+    has_values,
+    num_up_to,
+    repeated,
+    rows_here,
+    segment_sums,
+)
 
 MODE_SUM, MODE_MEAN, MODE_MAX = 0, 1, 2
 #: Up to this many numbers, a gradient has a row for each id where that waits for nothing.
@@ -61,17 +67,21 @@ class Bags(NamedTuple):
         """Where each bag starts among the flat ids, and where the last one ends."""
         if self.offsets is not None:
             return self.offsets.long()
-        length, device = self.ids.shape[1], self.ids.device
-        if not length:
-            return torch.zeros(self.num_bags + 1, dtype=torch.int64, device=device)
-        return torch.arange(0, self.num_bags * length + 1, length, device=device)
+        num_bags, length = self.ids.shape
+        if length:
+            return torch.arange(0, (num_bags + 1) * length, length, device=self.ids.device)
+        return torch.zeros(num_bags + 1, dtype=torch.int64, device=self.ids.device)
 
     def averaged(self, rows: torch.Tensor) -> torch.Tensor:
         """A row of each bag, divided by the number of its ids that count, on all ranks."""
+        is_real = self.ids != self.padding_idx if self.padding_idx >= 0 else None
+        if self.offsets is None:
+            if is_real is None:
+                return rows / max(self.ids.shape[1], 1)
+            return rows / is_real.sum(1, keepdim=True).clamp_(min=1)
         edges = self.bounds
-        if self.padding_idx >= 0:
-            real = self.ids.reshape(-1) != self.padding_idx
-            edges = torch.nn.functional.pad(real.cumsum(0), (1, 0))[edges]
+        if is_real is not None:
+            edges = torch.nn.functional.pad(is_real.cumsum(0), (1, 0))[edges]
         return rows / edges.diff().clamp(min=1).unsqueeze(-1)
 
     def found(self, num_rows: int, first_row: int | None) -> tuple[torch.Tensor, Optional]:
@@ -79,18 +89,10 @@ class Bags(NamedTuple):
         flat = self.ids.reshape(-1)
         if self.offsets is not None:  # later ids are in no bag
             flat = flat[: int(self.offsets[-1]) if self.num_bags else 0]
-        rows, keep = flat, None
-        if first_row is not None:
-            rows = flat - first_row
-            keep = (rows >= 0).logical_and_(rows < num_rows)
-        if self.padding_idx >= 0:
-            real = flat != self.padding_idx
-            keep = real if keep is None else keep.logical_and_(real)
-        if keep is not None:
-            places = true_places(keep)
-            return rows.index_select(0, places), places
-        all_in_bags = rows.shape[0] == self.ids.numel()
-        return rows, None if all_in_bags else torch.arange(rows.shape[0], device=rows.device)
+        if first_row is not None or self.padding_idx >= 0:
+            return rows_here(flat, first_row or 0, num_rows, self.padding_idx)
+        all_in_bags = flat.shape[0] == self.ids.numel()
+        return flat, None if all_in_bags else torch.arange(flat.shape[0], device=flat.device)
 
     def weights_at(self, places: Optional) -> Optional:
         """The weights of the ids at these positions."""
@@ -99,7 +101,7 @@ class Bags(NamedTuple):
 
     def edges(self, places: Optional) -> torch.Tensor:
         """As `bounds`, among the ids at these positions."""
-        return self.bounds if places is None else torch.searchsorted(places, self.bounds)
+        return self.bounds if places is None else num_up_to(self.bounds, places, right=False)
 
     def per_id(self, grad: torch.Tensor, places: Optional) -> torch.Tensor:
         """For each id at these positions, the row of its bag."""
@@ -109,8 +111,10 @@ class Bags(NamedTuple):
                 return grad if length == 1 else grad.repeat_interleave(length, 0)
             return grad.index_select(0, places if length == 1 else divided(places, length))
         if places is None:
-            places = torch.arange(self.ids.numel(), device=self.ids.device)
-        return grad.index_select(0, torch.searchsorted(self.bounds, places, right=True) - 1)
+            bags = repeated(self.bounds.diff(), self.ids.numel())
+        else:
+            bags = num_up_to(places, self.bounds, right=True) - 1
+        return grad.index_select(0, bags)
 
     def fused_query(self, first_row: int | None) -> PartQuery:
         """All ids, for kernels that skip those that do not count here."""
