@@ -1,6 +1,6 @@
 """What compiled code costs: shardwise and torch's DTensor against plain torch on the local shapes.
 
-    python -m benchmarks.compiled [--repeats 15] [--json out.json]
+    python -m benchmarks.compiled [--repeats 15] [--only bags] [--json out.json]
 
 All sides are compiled by inductor with `fullgraph=True` and run forward and backward, in one
 process, on one mesh of 4 ranks with a fake process group. The tensors are small, so the times are
@@ -105,11 +105,55 @@ def _by_rows(system: Any, mesh: DeviceMesh) -> tuple[Callable[..., Any], list[An
     return lookup, [ids, _laid(system, mesh, torch.randn(held, WIDTH), 0, True)]
 
 
+def _bags_by_columns(
+    system: Any, mesh: DeviceMesh, bags: int, length: int, rows: int
+) -> tuple[Callable[..., Any], list[Any]]:
+    """Bags of a table by columns. Nothing is sent."""
+
+    def pool(ids: Any, table: Any) -> Any:
+        y = F.embedding_bag(ids, table, mode="sum")
+        return y if system is None else y.to_local()
+
+    ids = _laid(system, mesh, torch.randint(0, rows, (bags, length)), None, grad=False)
+    return pool, [ids, _laid(system, mesh, torch.randn(rows, WIDTH // NUM_RANKS), 1, True)]
+
+
+def _bags_by_rows(
+    system: Any, mesh: DeviceMesh, bags: int, length: int, rows: int
+) -> tuple[Callable[..., Any], list[Any]]:
+    """Bags of a table by rows. By hand, ids of other ranks have weight 0."""
+    group_name = mesh.get_group().group_name
+    held = rows // NUM_RANKS
+
+    def pool(ids: Any, table: Any) -> Any:
+        if system is not None:
+            pooled = F.embedding_bag(ids, table, mode="sum")
+            return pooled.redistribute(placements=[system.Replicate()]).to_local()
+        own = ids < held
+        weights = own.to(table.dtype)
+        query = (torch.where(own, ids, 0), table)
+        return _Summed.apply(
+            F.embedding_bag(*query, mode="sum", per_sample_weights=weights), group_name
+        )
+
+    ids = _laid(system, mesh, torch.randint(0, rows, (bags, length)), None, grad=False)
+    return pool, [ids, _laid(system, mesh, torch.randn(held, WIDTH), 0, True)]
+
+
+_SMALL: dict[str, int] = {"bags": 64, "length": 8, "rows": 1024}
+_LARGE: dict[str, int] = {"bags": 1024, "length": 15, "rows": 8192}
+
 CASES: dict[str, Any] = {
     "mlp, columns then rows": _mlp,
     "embedding by columns, 64 ids of 1024": _by_columns,
     "embedding by columns, 512 ids of 8192": functools.partial(_by_columns, batch=512, rows=8192),
     "embedding by rows, 64 ids of 1024": _by_rows,
+}
+#: torch's DTensor has no rule for bags.
+BAGS: dict[str, Any] = {
+    f"bags by {name}, {size['bags']} of {size['length']} ids": functools.partial(make, **size)
+    for name, make in (("columns", _bags_by_columns), ("rows", _bags_by_rows))
+    for size in (_SMALL, _LARGE)
 }
 #: Cases without a bare wrapper, which has no collectives.
 SENDING = (_mlp, _by_rows)
@@ -139,6 +183,7 @@ def _ratio(samples: Mapping[str, Sequence[float]], side: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser, repeats=15)
+    parser.add_argument("--only", default="", metavar="WORD", help="cases whose name has this")
     options = parser.parse_args()
     torch.set_num_threads(1)
     inductor.force_disable_caches = True
@@ -146,9 +191,12 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     results = []
-    for name, make in CASES.items():
+    for name, make in (CASES | BAGS).items():
+        if options.only not in name:
+            continue
         _step(make, None, mesh)  # one-time imports
         sides = [side for side in SIDES if side != "bare" or make not in SENDING]
+        sides = ["ours", "local"] if name in BAGS else sides
         compile_s: dict[str, list[float]] = {side: [] for side in sides}
         for _ in range(3):
             torch._dynamo.reset()
@@ -160,10 +208,13 @@ def main() -> None:
         results.append(summarize(name, samples))
         bare = f" (a bare wrapper {_ratio(samples, 'bare'):.2f})" if "bare" in samples else ""
         best = {side: min(times) for side, times in compile_s.items()}
+        theirs = ""
+        if "theirs" in best:
+            ratio = best["ours"] / best["theirs"]
+            theirs = f"torch's DTensor in {best['theirs']:.2f} s ({ratio:.2f}), "
         print(
             f"{name}: {_ratio(samples, 'ours'):.2f} of plain torch{bare}; compiled in "
-            f"{best['ours']:.2f} s, torch's DTensor in {best['theirs']:.2f} s "
-            f"({best['ours'] / best['theirs']:.2f}), plain torch in {best['local']:.2f} s"
+            f"{best['ours']:.2f} s, {theirs}plain torch in {best['local']:.2f} s"
         )
     print_table("compiled forward and backward", results)
     write_json(options.json, results)

@@ -6,7 +6,9 @@ the ids that count here, on a GPU all ids, of which they skip the others.
 
 Note [One op of a graph]
 How many ids count here is data-dependent. In a traced graph such a function is one op, and runs as
-in eager code; only the length of a sparse gradient is unknown there.
+in eager code; only the length of a sparse gradient is unknown there. Two of them are also written
+in ops that the compiler knows, for where that takes less time: sums in which all ids count, and
+dense gradients on one thread of a CPU.
 """
 
 from __future__ import annotations
@@ -138,10 +140,13 @@ _library = torch.library.Library("shardwise", "FRAGMENT")
 _Fn = Callable[..., Any]
 
 
-def _one_op(name: str, rest: str, shapes: _Fn) -> Callable[[_Fn], _Fn]:
+def _one_op(
+    name: str, rest: str, shapes: _Fn, traceable: _Fn = lambda *_: None
+) -> Callable[[_Fn], _Fn]:
     """Decorates `fn(values, bags, *rest)`, which is called with the items of `bags`.
 
-    `rest` is the end of the op's schema; see Note [One op of a graph].
+    `rest` is the end of the op's schema; see Note [One op of a graph]. `traceable` is the same
+    function in ops that the compiler knows, or returns None.
     """
     bags = "Tensor ids, Tensor? offsets, Tensor? weights, int padding_idx"
     written = "(a!)" if name.endswith("_") else ""
@@ -159,10 +164,13 @@ def _one_op(name: str, rest: str, shapes: _Fn) -> Callable[[_Fn], _Fn]:
             return tuple(x.clone() for x in found) if isinstance(found, tuple) else found
 
         _library.impl(name, kernel, "CompositeExplicitAutograd")
-        op, eager = getattr(torch.ops.shardwise, name), unpacked(fn)
+        op, eager, known = getattr(torch.ops.shardwise, name), unpacked(fn), unpacked(traceable)
 
         def run(values: torch.Tensor, ids: torch.Tensor, *rest: Any) -> Any:
-            return (eager if has_values(ids) and not ids.is_meta else op)(values, ids, *rest)
+            if has_values(ids) and not ids.is_meta:
+                return eager(values, ids, *rest)
+            found = known(values, ids, *rest)
+            return op(values, ids, *rest) if found is None else found
 
         run.__name__ = fn.__name__
         run.__doc__ = fn.__doc__
@@ -186,10 +194,24 @@ def unknown_length(traced: Any) -> Any:
 # -- sums, and their gradients -------------------------------------------------------------------
 
 
+def _traceable_bags(
+    weight: torch.Tensor, bags: Bags, mode: int, first_row: int | None = None
+) -> Optional:
+    """As `pooled`, where all ids count: by torch's op, which is called without Python."""
+    ids, offsets, weights, padding_idx = bags
+    all_count = first_row is None and offsets is None and padding_idx < 0
+    if not (all_count and weight.is_cpu and weight.is_floating_point()):
+        return None
+    flat = None if weights is None else weights.reshape(-1)
+    edges = torch.arange(bags.num_bags + 1, dtype=ids.dtype, device=ids.device) * ids.shape[1]
+    return torch.embedding_bag(weight, ids.reshape(-1), edges, False, mode, False, flat, True)[0]
+
+
 @_one_op(
     "bags",
     "int mode, SymInt? first_row=None) -> Tensor",
     lambda weight, bags, *_: weight.new_empty((bags.num_bags, weight.shape[1])),
+    _traceable_bags,
 )
 def pooled(
     weight: torch.Tensor, bags: Bags, mode: int, first_row: int | None = None
@@ -210,10 +232,53 @@ def pooled(
 _GRADIENT = "SymInt num_rows, int mode, bool by_freq, SymInt? first_row"
 
 
+def _traceable_grad(
+    grad: torch.Tensor,
+    bags: Bags,
+    num_rows: int,
+    mode: int,
+    by_freq: bool,
+    first_row: int | None = None,
+) -> Optional:
+    """As `pooled_grad`, for one thread of a CPU: the compiler makes one loop of it.
+
+    That of several threads adds each number atomically, which takes many times as long as the op.
+    """
+    known = grad.is_cpu and grad.is_floating_point() and type(num_rows) is int and not by_freq
+    if not known or torch.get_num_threads() > 1:
+        return None
+    if not num_rows:
+        return grad.new_zeros((0, grad.shape[1]))
+    grad = bags.averaged(grad).to(grad.dtype) if mode == MODE_MEAN else grad
+    ids, offsets, weights, padding_idx = bags
+    rows, counts = ids, None
+    if first_row is not None:
+        rows = ids - first_row
+        counts = (rows >= 0) & (rows < num_rows)
+    if padding_idx >= 0:
+        real = ids != padding_idx
+        counts = real if counts is None else counts & real
+    if offsets is None:
+        values = grad.unsqueeze(1).expand(-1, ids.shape[1], -1)
+    else:  # ids after the last bag are in one more
+        places = torch.arange(ids.shape[0], device=ids.device)
+        bag = torch.searchsorted(bags.bounds, places, right=True) - 1
+        values = torch.nn.functional.pad(grad, (0, 0, 0, 1)).index_select(0, bag)
+    if weights is not None:
+        values = values * weights.unsqueeze(-1)
+    if counts is not None:
+        rows = torch.where(counts, rows, 0)
+        values = torch.where(counts.unsqueeze(-1), values, 0)
+    summed = torch.promote_types(grad.dtype, torch.float32)
+    found = grad.new_zeros((num_rows, grad.shape[1]), dtype=summed)
+    return found.index_put((rows,), values.to(summed), accumulate=True).to(grad.dtype)
+
+
 @_one_op(
     "bags_backward",
     f"{_GRADIENT}=None) -> Tensor",
     lambda grad, _, num_rows, *__: grad.new_empty((num_rows, grad.shape[1])),
+    _traceable_grad,
 )
 def pooled_grad(
     grad: torch.Tensor,
