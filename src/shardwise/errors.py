@@ -25,6 +25,8 @@ Every error derives from the builtin that ordinary code would catch. A message s
 what was found and what to do.
 """
 
+from collections.abc import Sequence
+
 
 def printable(text: str) -> str:
     """The text with terminal control characters escaped; line breaks stay.
@@ -39,6 +41,16 @@ def printable(text: str) -> str:
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
     )
+
+
+def some_of(names: Sequence[str], between: str = ", ") -> str:
+    """The first eight names, and how many more there are.
+
+    >>> some_of([f"t{i}" for i in range(40)])
+    't0, t1, t2, t3, t4, t5, t6, t7 and 32 more'
+    """
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return between.join(names[:8]) + more
 
 
 class ShardwiseError(Exception):

@@ -267,6 +267,25 @@ def test_a_rank_without_bags(mesh, plan):
     assert all(map(torch.equal, values_of(bags), before))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"values": torch.ones(500)},
+        {"lengths": torch.ones(501, dtype=torch.int64)},
+        {"batch_sizes": [1] * 499},
+        {"features": ["other", *(f"t{i}" for i in range(1, 500))]},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_an_error_names_some_of_many_features(changes):
+    bags = EmbeddingBagCollection([Table(f"t{i}", 4, 2) for i in range(500)])
+    given = {"features": bags.features, "values": torch.ones(500, dtype=torch.int64)}
+    given |= {"lengths": torch.ones(500, dtype=torch.int64), **changes}
+    with pytest.raises(BatchError, match=r" and 49[12] more") as raised:
+        bags(Jagged(given.pop("features"), given.pop("values"), **given))
+    assert len(str(raised.value)) < 500
+
+
 def test_an_error_is_an_ordinary_one():
     assert issubclass(BatchError, ValueError)
     assert issubclass(IdRangeError, IndexError)

@@ -4,7 +4,13 @@ import pytest
 import shard_programs as programs
 from both_worlds import assert_close, both
 
-from shardwise.errors import LayoutError, PlanError, RankMismatchError
+from shardwise.errors import (
+    BatchError,
+    IdRangeError,
+    LayoutError,
+    PlanError,
+    RankMismatchError,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -84,9 +90,9 @@ def test_a_group_of_some_ranks(processes):
         (programs.one_rank_whose_sharder_fails, LayoutError, "On rank 1: .*had enough"),
         (programs.one_rank_whose_sharder_fails_late, LayoutError, "On rank 1: .*had enough"),
         (programs.conflict_on_all_ranks, PlanError, "should not conflict"),
-        (programs.one_rank_with_bad_offsets, LayoutError, "rank 1: the last offset is 9"),
-        (programs.one_rank_with_a_bad_id, IndexError, "11 rows"),
-        (programs.one_rank_without_a_batch, LayoutError, "On rank 2: ids are .* found NoneType"),
+        (programs.one_rank_with_bad_offsets, BatchError, "rank 1: the last offset is 9"),
+        (programs.one_rank_with_a_bad_id, IdRangeError, "11 rows"),
+        (programs.one_rank_without_a_batch, BatchError, "On rank 2: ids are .* found NoneType"),
         (programs.one_rank_with_pieces_that_overlap, LayoutError, "overlap"),
         (
             programs.disagreeing_sources,

@@ -16,7 +16,13 @@ import torch
 from shardwise.comm.agreement import Fault
 from shardwise.core.mesh import Grid
 from shardwise.embedding.jagged import Jagged
-from shardwise.errors import ArgumentError, BatchError, IdRangeError, ShardwiseError
+from shardwise.errors import (
+    ArgumentError,
+    BatchError,
+    IdRangeError,
+    ShardwiseError,
+    some_of,
+)
 from shardwise.lookup.bags import FeatureBags
 from shardwise.lookup.exchange import ranks_present
 from shardwise.lookup.ids import edges_of
@@ -103,24 +109,28 @@ def bags_per_feature(features: Features, batch: Jagged, *, side_by_side: bool) -
 
 def _sizes(features: Features, batch: Jagged) -> list[int] | Fault:
     """How many bags each feature has."""
-    names = functools.partial(map, features.called, batch.features)
+    names = functools.partial(_names, features, batch)
     if batch.problem is not None:
-        return unfit(f"{batch.problem} ({', '.join(names())})")
+        return unfit(f"{batch.problem} ({names()})")
     num, total = len(batch.features), batch.num_bags
     if batch.batch_sizes is None:
         if total % num:
             return unfit(
-                f"{total} bags do not divide among {num} features ({', '.join(names())}); "
+                f"{total} bags do not divide among {num} features ({names()}); "
                 "batch_sizes= says how many each has"
             )
         return [total // num] * num
     sizes = batch.batch_sizes.tolist()
     if len(sizes) != num or min(sizes) < 0 or sum(sizes) != total:
+        given = some_of([str(size) for size in sizes])
         return unfit(
-            f"batch_sizes {sizes} do not fit {num} features with {total} bags "
-            f"({', '.join(names())})"
+            f"batch_sizes [{given}] do not fit {num} features with {total} bags ({names()})"
         )
     return sizes
+
+
+def _names(features: Features, batch: Jagged) -> str:
+    return some_of([features.called(feature) for feature in batch.features])
 
 
 def _lengths_fault(batch: Jagged, features: Features, bag_edges: np.ndarray) -> Fault | None:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from shardwise.core.sizes import lengths
-from shardwise.errors import ArgumentError, LayoutError
+from shardwise.errors import ArgumentError, LayoutError, some_of
 from shardwise.lookup.routing import Route, rows_are_fewer
 from shardwise.lookup.tiling import Table, TableSplit, TableTiling, make_tiling
 from shardwise.plans import read_plan_with, write_plan_file
@@ -215,20 +215,11 @@ class Plan:
         if unknown or left_out:
             said = []
             if unknown:
-                said.append(f"it has entries for no table: {_some(unknown)}")
+                said.append(f"it has entries for no table: {some_of(unknown)}")
             if left_out:
-                said.append(f"it leaves out: {_some(left_out)}")
+                said.append(f"it leaves out: {some_of(left_out)}")
             raise LayoutError(f"The plan does not fit the tables: {'; '.join(said)}.")
         return chosen
-
-
-def _some(names: list[str]) -> str:
-    """
-    >>> _some([f"t{i}" for i in range(40)])
-    't0, t1, t2, t3, t4, t5, t6, t7 and 32 more'
-    """
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more
 
 
 def _checked_entry(name: str, entry: Any) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.core.sizes import lengths
-from shardwise.errors import ArgumentError, LayoutError
+from shardwise.errors import ArgumentError, LayoutError, some_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ class Features:
         counts = Counter(given)
         unknown = [name for name in counts if name not in self.owners]
         if unknown:
-            known = "; ".join(f"{t.name!r} has {', '.join(t.features)}" for t in self.tables)
+            known = some_of([f"{t.name!r} has {some_of(t.features)}" for t in self.tables], "; ")
             return f"feature {unknown[0]!r} belongs to no table; of the tables, {known}"
         twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:

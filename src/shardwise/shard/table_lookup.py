@@ -25,7 +25,7 @@ from shardwise.core.mesh import Coordinate, Grid
 from shardwise.core.untraced import UntracedFunction, differentiated_once
 from shardwise.core.world import world_caches
 from shardwise.effects import EffectOp
-from shardwise.errors import UnsupportedError
+from shardwise.errors import BatchError, IdRangeError, UnsupportedError
 from shardwise.lookup.backends.backend import Lookups, serving
 from shardwise.lookup.backends.registry import make_backend
 from shardwise.lookup.bags import bags_of_one
@@ -112,7 +112,7 @@ class Lookup:
         found: list[LocalBags | Fault] = []
         for at, *mine in zip(ranks_present(self.grid), *columns, strict=True):
             bags = read(*mine)
-            found.append(Fault(bags) if isinstance(bags, str) else bags)
+            found.append(Fault(bags, BatchError) if isinstance(bags, str) else bags)
             if isinstance(bags, str) or not bags.ids.numel():
                 continue
             low, high = torch.stack(torch.aminmax(bags.ids)).tolist()
@@ -120,7 +120,7 @@ class Lookup:
                 found[-1] = Fault(
                     f"index out of range in a table of {self.num_rows} rows: the ids of rank "
                     f"{self.grid.ranks[at]} run from {low} to {high}.",
-                    IndexError,
+                    IdRangeError,
                 )
         return found
 
