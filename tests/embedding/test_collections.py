@@ -764,7 +764,10 @@ def test_a_step_makes_as_many_calls_for_many_tables_as_for_few(kind, optimizer, 
 def _calls_of_a_step(num_tables, optimizer, kind, mesh):
     """Calls of functions, and ops, in one step."""
     # The heights differ, so that the ids of each feature have limits of their own.
-    tables = [cases.Table(f"t{i}", 16 + i % 2, 8) for i in range(num_tables)]
+    poolings = ["sum", "mean"]
+    tables = [
+        cases.Table(f"t{i}", 16 + i % 2, 8, pooling=poolings[i % 2]) for i in range(num_tables)
+    ]
     bags = EmbeddingBagCollection(tables, output="tensor", optimizer=optimizer)
     if kind is not None:
         bags.shard(mesh, kind)
@@ -803,7 +806,9 @@ def test_a_tensor_for_each_feature_takes_as_many_ops_for_many_tables_as_for_few(
 
 def _ops_of_a_step(cls, num_tables, kind, mesh):
     """Forward, backward and update, of ids that repeat."""
-    rows = cls([cases.Table(f"t{i}", 16, 8) for i in range(num_tables)], optimizer=SGD(0.1))
+    poolings = ["sum", "mean"]
+    tables = [cases.Table(f"t{i}", 16, 8, pooling=poolings[i % 2]) for i in range(num_tables)]
+    rows = cls(tables, optimizer=SGD(0.1))
     if kind is not None:
         rows.shard(mesh, kind)
     ids, lengths = (torch.tensor(each).repeat(num_tables) for each in ([1, 2, 1], [3]))

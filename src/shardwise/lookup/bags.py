@@ -36,10 +36,6 @@ class FeatureBags:
     #: A digest of the replicated tables that this rank freezes; 0 for none.
     frozen: int = 0
 
-    def lengths_of(self, feature: int) -> torch.Tensor:
-        start = self.bags_from[feature]
-        return self.lengths[start : start + self.num_bags[feature]]
-
 
 def bags_of_one(
     ids: torch.Tensor,

@@ -28,6 +28,7 @@ lookups leave repeated ids out of the batch itself, where at least a tenth of th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -190,6 +191,17 @@ class RankBatch:
         self._own = self._to_blocks(route.local_blocks[rank], [])
         #: A note to each rank, see `_note_to`; then one of each rank.
         self.notes = np.stack([self._note_to(blocks) for blocks in route.blocks])
+
+    @functools.cached_property
+    def factors(self) -> Sequence[torch.Tensor]:
+        """Per feature, a column of what its bags' sums are multiplied by: in a mean, 1 / length."""
+        per_feature, lengths = PerFeature(self.bags), self.bags.lengths.clamp(min=1).unsqueeze(1)
+        factors = lengths.to(torch.float64).reciprocal_().to(self.route.dtype)
+        found = list(per_feature.of_bags(torch.ones_like(factors)))
+        means = per_feature.of_bags(factors)
+        for feature in self.route.means:
+            found[feature] = means[feature]
+        return found
 
     def _note_to(self, blocks: Sequence[LegBlock]) -> np.ndarray:
         """The bags of each feature, the ids to each block, and flags.

@@ -14,7 +14,7 @@ import torch
 from shardwise._torch.functions import foreach_mul
 from shardwise.lookup.ids import edges_of, repeated, segment_sums
 from shardwise.lookup.messages import RankBatch, SplitIds
-from shardwise.lookup.routing import OutputPiece, Route, RowGroup
+from shardwise.lookup.routing import OutputPiece, RowGroup
 from shardwise.lookup.scratch import Lent
 
 
@@ -99,8 +99,7 @@ def flatten_gradients(
         block.stack: flat.new_empty(batch.own_requests[block.stack].query.num_bags, block.width)
         for block in route.local_blocks[batch.rank]
     }
-    there = _of_sums(batch, grads, joined)
-    copy = _copy_of_gradients(route, there, scale, joined)
+    copy = _copy_of_gradients(batch, _without_gaps(batch, grads, joined), scale, joined)
     for piece, targets in batch.by_piece(flat.split(batch.of_rows.wanted), own):
         first, *others = (target.view(-1, piece.width) for target in targets)
         if not isinstance(piece, RowGroup) or batch.sums(piece):
@@ -118,34 +117,35 @@ def flatten_gradients(
     return flat, own
 
 
-def _of_sums(
+def _without_gaps(
     batch: RankBatch, grads: Sequence[torch.Tensor | None], joined: bool
 ) -> list[torch.Tensor]:
-    """Gradients of the outputs as those of sums; zeros for missing ones."""
+    """Gradients of the outputs; zeros for missing ones."""
     route, counts, dims = batch.route, batch.num_sent.tolist(), batch.route.dims
     if joined:
         counts, dims = counts[:1], [sum(dims)]
     nothing = torch.zeros((), dtype=route.dtype, device=batch.bags.values.device)
-    there = [
+    return [
         nothing.expand(num, dim) if grad is None else grad
         for num, dim, grad in zip(counts, dims, grads, strict=True)
     ]
-    for place in {0} if joined and route.means else route.means:
-        there[place] = there[place].clone()
-    _average(batch, there, joined)
-    return there
 
 
 def _copy_of_gradients(
-    route: Route, grads: Sequence[torch.Tensor], scale: float, joined: bool
+    batch: RankBatch, grads: Sequence[torch.Tensor], scale: float, joined: bool
 ) -> Callable[[OutputPiece, torch.Tensor], None]:
-    """A function that copies the gradients of a piece, times `scale`."""
-    columns = route.columns
+    """A function that copies the gradients of a piece as those of sums, times `scale`."""
+    route, columns = batch.route, batch.route.columns
+
+    def factor(piece: OutputPiece) -> torch.Tensor:
+        return torch.cat(piece.of_features(batch.factors)).mul_(scale)
+
     if joined and route.has_strips:
 
         def copy_strip(piece: OutputPiece, rows: torch.Tensor) -> None:
             of_features = piece.strip_of(grads[0])
-            torch.mul(of_features, scale, out=rows.view(of_features.shape))
+            each = factor(piece).view(*of_features.shape[:2], 1) if route.means else scale
+            torch.mul(of_features, each, out=rows.view(of_features.shape))
 
         return copy_strip
     of_outputs = [slice(None)] if joined else columns.of_feature
@@ -157,7 +157,9 @@ def _copy_of_gradients(
 
     def copy(piece: OutputPiece, rows: torch.Tensor) -> None:
         torch.cat(parts[piece.parts], out=rows)
-        if scale != 1:
+        if route.means:
+            rows.mul_(factor(piece))
+        elif scale != 1:
             rows.mul_(scale)
 
     return copy
@@ -169,7 +171,5 @@ def _average(batch: RankBatch, outputs: Sequence[torch.Tensor], joined: bool) ->
     if not means:
         return
     per_feature = outputs[0].split(batch.route.dims, dim=1) if joined else outputs
-    lengths = [batch.bags.lengths_of(feature) for feature in means]
-    factors = torch.cat(lengths).clamp(min=1).to(torch.float64).reciprocal_().to(outputs[0].dtype)
-    parts = factors.unsqueeze(1).split([length.shape[0] for length in lengths])
-    foreach_mul([per_feature[feature] for feature in means], list(parts))
+    factors = [batch.factors[feature] for feature in means]
+    foreach_mul([per_feature[feature] for feature in means], factors)
