@@ -799,16 +799,21 @@ def _calls_of_a_step(num_tables, optimizer, kind, mesh):
 
 
 @pytest.mark.parametrize("kind", [None, "table_wise", "row_wise"])
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("cls", [EmbeddingBagCollection, EmbeddingCollection])
-def test_a_tensor_for_each_feature_takes_as_many_ops_for_many_tables_as_for_few(cls, kind, mesh):
-    assert len({_ops_of_a_step(cls, num, kind, mesh) for num in (28, 100, 400)}) == 1
+def test_a_tensor_for_each_feature_takes_as_many_ops_for_many_tables_as_for_few(
+    cls, frozen, kind, mesh
+):
+    assert len({_ops_of_a_step(cls, num, frozen, kind, mesh) for num in (28, 100, 400)}) == 1
 
 
-def _ops_of_a_step(cls, num_tables, kind, mesh):
-    """Forward, backward and update, of ids that repeat."""
+def _ops_of_a_step(cls, num_tables, frozen, kind, mesh):
+    """Forward, backward and update, of ids that repeat; half of the tables may be frozen."""
     poolings = ["sum", "mean"]
     tables = [cases.Table(f"t{i}", 16, 8, pooling=poolings[i % 2]) for i in range(num_tables)]
     rows = cls(tables, optimizer=SGD(0.1))
+    for parameter in list(rows.parameters())[::2]:
+        parameter.requires_grad_(not frozen)
     if kind is not None:
         rows.shard(mesh, kind)
     ids, lengths = (torch.tensor(each).repeat(num_tables) for each in ([1, 2, 1], [3]))

@@ -223,9 +223,10 @@ def _leave_out(stacks: Stacks, trained: list[bool], lookups: list[Lookups]) -> N
     for rank, mine in zip(stacks.ranks, lookups, strict=True):
         for k, (query, grad) in mine.items():
             shards = stacks.tiling.stacks[rank][k].shards
-            frozen = [shard for table, shard in shards if not trained[table]]
-            if frozen:
-                mine[k] = (without_tables(query, frozen), grad)
+            kept = [trained[table] for table, _ in shards]
+            if not all(kept):
+                bases = [shard.base for _, shard in shards]
+                mine[k] = (of_some_tables(query, bases, kept), grad)
 
 
 # -- gradients -----------------------------------------------------------------------------------
@@ -337,11 +338,14 @@ def _between(rows: Rows, shard: TableShard) -> Rows:
     return numbers[start:end] - shard.base, values[start:end]
 
 
-def without_tables(query: Query, shards: Sequence[TableShard]) -> Query:
-    """A query without the ids of some tables, whose bags become empty."""
-    keep = torch.ones_like(query.ids, dtype=torch.bool)
-    for shard in shards:
-        keep &= (query.ids < shard.base) | (query.ids >= shard.base + shard.num_rows)
+def of_some_tables(query: Query, bases: Sequence[int], kept: Sequence[bool]) -> Query:
+    """A query without the ids of tables that are not kept, whose bags become empty.
+
+    `bases` are the first rows of the stack's tables.
+    """
+    ids, device = query.ids, query.ids.device
+    at = torch.bucketize(ids, torch.tensor(bases[1:], dtype=ids.dtype, device=device), right=True)
+    keep = torch.tensor(kept, device=device).index_select(0, at)
     lengths = query.lengths
     if lengths is None:
         lengths = keep.to(query.ids.dtype)
