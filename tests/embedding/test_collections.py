@@ -745,9 +745,13 @@ def test_an_exchange_dtype_that_is_none(given, mesh):
         cases.make().shard(mesh, "row_wise", exchange_dtype=given)
 
 
-@pytest.mark.parametrize("optimizer", [SGD, RowWiseAdagrad])
+@pytest.mark.parametrize(
+    ("optimizer", "weighted"), [(SGD, False), (RowWiseAdagrad, False), (SGD, True)]
+)
 @pytest.mark.parametrize("kind", [None, "table_wise", "column_wise", "row_wise"])
-def test_a_step_makes_as_many_calls_for_many_tables_as_for_few(kind, optimizer, mesh, monkeypatch):
+def test_a_step_makes_as_many_calls_for_many_tables_as_for_few(
+    kind, optimizer, weighted, mesh, monkeypatch
+):
     """All calls of Python and C functions, and all ops: forward, backward and update."""
     # Another sort is faster from some number of ids on, and many ids are sorted in parts. Neither
     # grows with tables.
@@ -755,13 +759,13 @@ def test_a_step_makes_as_many_calls_for_many_tables_as_for_few(kind, optimizer, 
     monkeypatch.setattr(torch_kernels, "_PART_IDS", 1 << 20)
     # Multiples of four: a simulated world needs fewer calls for messages of one length.
     numbers = (26, 100, 1000) if kind is None else (28, 100, 1000)
-    few, *more = (_calls_of_a_step(num, optimizer(0.1), kind, mesh) for num in numbers)
+    few, *more = (_calls_of_a_step(num, optimizer(0.1), weighted, kind, mesh) for num in numbers)
     assert few[0] > 500
     assert few[1] > 50
     assert more == [few, few]
 
 
-def _calls_of_a_step(num_tables, optimizer, kind, mesh):
+def _calls_of_a_step(num_tables, optimizer, weighted, kind, mesh):
     """Calls of functions, and ops, in one step."""
     # The heights differ, so that the ids of each feature have limits of their own.
     poolings = ["sum", "mean"]
@@ -772,9 +776,11 @@ def _calls_of_a_step(num_tables, optimizer, kind, mesh):
     if kind is not None:
         bags.shard(mesh, kind)
     ids = torch.arange(16).repeat(num_tables)
-    batch = Jagged(bags.features, ids, lengths=torch.full((num_tables * 2,), 8))
+    given = {"lengths": torch.full((num_tables * 2,), 8), "batch_sizes": [2] * num_tables}
+    weights = torch.ones(len(ids), requires_grad=True)
 
     def step():
+        batch = Jagged(bags.features, ids, weights=weights if weighted else None, **given)
         bags(batch).sum().backward()
 
     for _ in range(2):  # the parameters are compared with the stacks once

@@ -343,7 +343,7 @@ def _known_sizes(sizes: Sequence[int] | torch.Tensor | None) -> tuple[int, ...] 
         if sizes.device.type != "cpu" or sizes.ndim != 1:
             return ()
         sizes = sizes.tolist()
-    return None if all(size == sizes[0] for size in sizes) else tuple(sizes)
+    return None if len(set(sizes)) < 2 else tuple(sizes)
 
 
 def _problem(weights: Any, **tensors: torch.Tensor | None) -> str | None:

@@ -21,6 +21,7 @@ from shardwise.comm.watch import because
 from shardwise.core.mesh import Grid
 from shardwise.lookup.backends.backend import Backend, Lookups, Query, look_up_stacks, serving
 from shardwise.lookup.backends.torch_kernels import products_of_rows
+from shardwise.lookup.bags import PerFeature
 from shardwise.lookup.exchange import finished, start_exchange
 from shardwise.lookup.messages import WEIGHTS_TRAIN, Counts, RankBatch, any_rank
 from shardwise.lookup.output import assemble_output, flatten_gradients
@@ -209,7 +210,7 @@ def _put_back(
     bags = batch.bags
     dtype = batch.route.weight_dtype if bags.weights is None else bags.weights.dtype
     found = torch.zeros(bags.num_given, dtype=dtype, device=bags.values.device)
-    targets = [found[a:b] for a, b in zip(bags.ids_from, bags.ids_to, strict=True)]
+    targets = PerFeature(bags).of_ids(found[: bags.values.shape[0]])
     for piece, parts in batch.by_piece(from_blocks, own):
         numbers = torch.cat(parts).to(dtype)
         if isinstance(piece, RowGroup):
