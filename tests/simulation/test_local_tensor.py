@@ -198,9 +198,14 @@ def test_a_norm_that_refuses_a_batch_of_one_does_not_decide_for_all_ranks():
     [
         nn.BatchNorm1d(4),
         nn.GroupNorm(2, 4),
-        nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True), 1),
+        pytest.param(
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True), 1),
+            marks=pytest.mark.skipif(
+                torch.__version__ < "2.13", reason="older linear layers ask for the batch's size"
+            ),
+        ),
     ],
-    ids=lambda layer: type(layer).__name__,
+    ids=["BatchNorm1d", "GroupNorm", "TransformerEncoder"],
 )
 def test_layers_of_uneven_batches(layer):
     values = [torch.randn(size, 4, 6) for size in (3, 2, 5, 4)]

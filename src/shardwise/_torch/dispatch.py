@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise._torch.compat import Names, Probe
+from shardwise._torch.compat import NEWEST, VERSION, Names, Probe
+from shardwise._torch.functions import tree_leaves
 
 _names = Names()
 _NO_DTENSOR = "no DTensor can be made"
@@ -104,9 +105,22 @@ def run_instead(library: Any, op: Any, kernel: Callable[..., Any]) -> None:
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
         own = functools.partial(op.redispatch, keys.remove(_FIRST))
+        if torch.is_inference_mode_enabled() and not VERSION.startswith(NEWEST):
+            own = functools.partial(_call_next, op)
         return kernel(own, *args, **kwargs)
 
     library.impl(op.name(), run, "PythonTLSSnapshot", with_keyset=True)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _call_next(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """What torch calls next in inference mode; older versions need what the first key keeps."""
+    for x in tree_leaves((args, kwargs)):
+        if isinstance(x, torch.Tensor) and type(x) not in _PLAIN:
+            return type(x).__torch_dispatch__(op, (type(x),), args, kwargs)
+    return op.decompose(*args, **kwargs)  # plain tensors in a mode, which sees the steps
 
 
 def _autocast_enabled() -> bool:
