@@ -33,7 +33,7 @@ from shardwise.dispatch.variants import (
 from shardwise.dispatch.wrapped import Wrapped, is_partial
 from shardwise.dtensor.operands import as_list, number_as_plain
 from shardwise.errors import UnsupportedError
-from shardwise.simulation.ranks import roster_of
+from shardwise.simulation.ranks import plays_all, roster_of
 
 aten = torch.ops.aten
 
@@ -256,8 +256,8 @@ def _local_entry(
     layouts = [layout for arg in args for layout in as_list(arg) if isinstance(layout, Layout)]
     outs = [item.out for item in items if item.out is not None]
     entry = Entry(CallPlan(op, None, tuple(layouts), tuple(outs), None, ()))
-    simulated = any(layout.grid.world.simulated for layout in outs)
-    entry.call = _local_call(op, form, [item.call for item in items], simulated=simulated)
+    by_ranks = any(plays_all(layout.grid) for layout in outs)
+    entry.call = _local_call(op, form, [item.call for item in items], by_ranks=by_ranks)
     if not form.writes:
         entry.finish = lambda result, args, wrap: list(map(wrap, result, outs))
         return entry
@@ -275,18 +275,18 @@ def _local_call(
     form: SingleForm,
     calls: Sequence[Callable[..., Any] | None],
     *,
-    simulated: bool,
+    by_ranks: bool,
 ) -> Callable[..., Any]:
     together = [number for number, call in enumerate(calls) if call is None]
     apart = [(number, call) for number, call in enumerate(calls) if call is not None]
     run = getattr(torch, op._schema.name.removeprefix("aten::"), op)
     every = [together] if together else []
-    if not (apart or simulated):
+    if not (apart or by_ranks):
         return run
 
     def call(*operands: Any, **kwargs: Any) -> list[Any]:
         results: list[Any] = [None] * len(calls)
-        for numbers in _shared_alike(operands, together) if simulated else every:
+        for numbers in _shared_alike(operands, together) if by_ranks else every:
             _set(results, numbers, run(*_picked(operands, numbers), **kwargs))
         for number, each in apart:
             own, named = form.arguments(operands, kwargs, number)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardwise.core.mesh import Coordinate, Grid
 from shardwise.core.untraced import UntracedFunction
-from shardwise.core.world import current_world
+from shardwise.core.world import current_world, in_simulated_world
 from shardwise.errors import ArgumentError, UnsupportedError, WorldError
 from shardwise.simulation.local_tensor import (
     LocalTensor,
@@ -243,6 +243,11 @@ def parts_with_ranks(grid: Grid, x: torch.Tensor) -> list[tuple[Sequence[int], t
 def plays_all(grid: Grid) -> bool:
     """Whether this process plays all ranks of the mesh."""
     return grid.world.simulated
+
+
+def plays_world() -> bool:
+    """Whether this process plays all ranks of the current world."""
+    return in_simulated_world()
 
 
 def is_shared(grid: Grid, x: torch.Tensor) -> bool:

@@ -50,11 +50,16 @@ from shardwise.comm import collectives
 from shardwise.comm.watch import because, watch
 from shardwise.core.mesh import Grid
 from shardwise.core.untraced import untraced
-from shardwise.core.world import in_simulated_world
 from shardwise.dtensor.autograd import BUCKET_BYTES
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
-from shardwise.simulation.ranks import copy_per_rank, is_per_rank, one_part, roster_of
+from shardwise.simulation.ranks import (
+    copy_per_rank,
+    is_per_rank,
+    one_part,
+    plays_world,
+    roster_of,
+)
 from shardwise.training.buckets import (
     ROWS,
     Bucket,
@@ -322,7 +327,7 @@ class Reducer:
                 "does not end there. Write the new values into the parameters, or pass leaves."
             )
         self.handles.append(parameter.register_post_accumulate_grad_hook(self._arrived))
-        if in_simulated_world() and _may_be_shared(parameter):
+        if plays_world() and _may_be_shared(parameter):
             hook = _room_per_rank(parameter)
             # Not the method of DTensors, which hides that the hook is our own.
             self.handles.append(torch.Tensor.register_hook(parameter, hook))
