@@ -830,6 +830,22 @@ def _ops_of_a_step(cls, num_tables, frozen, kind, mesh):
     return ops.num
 
 
+@pytest.mark.parametrize("cls", [EmbeddingBagCollection, EmbeddingCollection])
+def test_columns_of_all_features_are_put_together_at_once(cls, mesh):
+    ops = set()
+    for num_tables in (8, 100):
+        rows = cls([cases.Table(f"t{i}", 16, 8) for i in range(num_tables)]).shard(
+            mesh, "column_wise"
+        )
+        ids, lengths = (torch.tensor(each).repeat(num_tables) for each in ([1, 2, 3], [3]))
+        with torch.no_grad():
+            rows(Jagged(rows.features, ids, lengths=lengths))  # compares parameters once
+            with CountedOps() as counted:
+                rows(Jagged(rows.features, ids, lengths=lengths))
+        ops.add(counted.num)
+    assert len(ops) == 1
+
+
 class CountedOps(TorchDispatchMode):
     num = 0
 

@@ -17,6 +17,9 @@ from shardwise.lookup.messages import RankBatch, SplitIds
 from shardwise.lookup.routing import OutputPiece, RowGroup
 from shardwise.lookup.scratch import Lent
 
+#: The rows of each piece, by the number of its first part.
+_Made = dict[int, tuple[OutputPiece, torch.Tensor]]
+
 
 def assemble_output(
     batch: RankBatch, flat: torch.Tensor, local: dict[int, torch.Tensor], joined: bool
@@ -25,26 +28,46 @@ def assemble_output(
     route, counts = batch.route, batch.num_sent
     by_strips = joined and route.has_strips
     whole = flat.new_empty(int(counts[0]), sum(route.dims)) if by_strips else flat
-    parts: list[Any] = [None] * len(route.columns.widths)
+    made: _Made = {}
     for piece, found in batch.by_piece(flat.split(batch.of_rows.wanted), local):
         rows = [each.view(-1, piece.width) for each in found]
         if by_strips:
             _rows_of(batch, piece, rows, out=piece.strip_of(whole))
             continue
-        split = _rows_of(batch, piece, rows).split(counts[piece.features].tolist())
-        parts[piece.parts] = split
-    in_order = () if by_strips else route.columns.in_order(parts)
+        made[piece.parts.start] = piece, _rows_of(batch, piece, rows)
     if joined:
-        whole = whole if by_strips else torch.cat(in_order, 1)
+        whole = whole if by_strips else torch.cat(_in_order(batch, made), 1)
         _average(batch, [whole], joined)
         return [whole]
-    outputs = [
-        in_order[mine.start] if mine.stop - mine.start == 1 else torch.cat(in_order[mine], 1)
-        for mine in route.columns.of_feature
-    ]
+    outputs = _of_features(batch, made)
     _average(batch, outputs, joined)
     repeats = batch.repeats
     return outputs if repeats is None else repeats.spread(outputs)
+
+
+def _in_order(batch: RankBatch, made: _Made) -> list[torch.Tensor]:
+    """The parts of all features in the order of columns, from the rows of pieces."""
+    columns = batch.route.columns
+    parts: list[Any] = [None] * len(columns.widths)
+    for piece, rows in made.values():
+        parts[piece.parts] = rows.split(batch.num_sent[piece.features].tolist())
+    return list(columns.in_order(parts))
+
+
+def _of_features(batch: RankBatch, made: _Made) -> list[torch.Tensor]:
+    columns = batch.route.columns
+    if columns.by_features:  # all columns of some features at once
+        outputs: list[torch.Tensor] = []
+        for pieces in columns.by_features:
+            rows = [made[piece.parts.start][1] for piece in pieces]
+            whole = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+            outputs += whole.split(batch.num_sent[pieces[0].features].tolist())
+        return list(columns.from_pieces(outputs))
+    parts = _in_order(batch, made)
+    return [
+        parts[mine.start] if mine.stop - mine.start == 1 else torch.cat(parts[mine], 1)
+        for mine in columns.of_feature
+    ]
 
 
 def _rows_of(

@@ -212,6 +212,24 @@ class Columns:
         #: Per feature, its parts among those in order.
         edges = np.searchsorted(features, np.arange(route.num_features + 1))
         self.of_feature = [slice(a, b) for a, b in itertools.pairwise(edges.tolist())]
+        #: Pieces that have all columns of the same features, side by side, and what puts those of
+        #: all lists in order; empty if some pieces have other features.
+        self.by_features = _by_features([*route.pieces, *route.local_blocks[0]], route.dims)
+        listed = [feature for pieces in self.by_features for feature in pieces[0].features]
+        self.from_pieces = picker(np.argsort(listed).tolist())
+
+
+def _by_features(pieces: Sequence[OutputPiece], dims: Sequence[int]) -> list[list[OutputPiece]]:
+    """Lists of pieces with the same features, in the order of columns; see `Columns`."""
+    found: dict[bytes, list[OutputPiece]] = {}
+    for piece in sorted(pieces, key=lambda piece: piece.columns[0]):
+        found.setdefault(piece.features.tobytes(), []).append(piece)
+    for alike in found.values():
+        parts = [columns for piece in alike for columns in set(piece.columns)]
+        width = sum(piece.width for piece in alike)
+        if len(parts) != len(alike) or {dims[f] for f in alike[0].features} != {width}:
+            return []
+    return list(found.values())
 
 
 #: The blocks of each rank.
