@@ -290,6 +290,52 @@ def test_equal_writes_to_a_plain_tensor_happen_once():
 # -- autograd and copies ---------------------------------------------------------------------
 
 
+RESIZES = {
+    "addbmm_": lambda x, a, b: x.addbmm_(a, b),
+    "out": lambda x, a, b: torch.addbmm(x.new_ones(()), a, b, out=x.resize_(0)),
+    "resize_": lambda x, a, b: x.resize_(1, 1).resize_(3, 5).fill_(2).mul_(a[0, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)], ids=str)
+@pytest.mark.parametrize("resize", RESIZES.values(), ids=RESIZES)
+def test_what_torch_resizes_has_its_new_sizes(resize, shape):
+    """Steps that torch takes below Python (`flatten`, gradients) read the new sizes too."""
+    a, b = torch.randn(2, 3, 4), torch.randn(2, 4, 5)
+
+    def run(x):
+        resize(x, a, b)
+        weight = torch.ones_like(x).requires_grad_()
+        (x * weight).sum().backward()
+        return x, x.t(), x.flatten(), x.expand(2, 3, 5), weight.grad
+
+    values = [torch.full(shape, float(rank)) for rank in range(4)]
+    found = run(LocalTensor.per_rank(lambda rank: values[rank].clone()))
+    for rank, value in enumerate(values):
+        for ours, alone in zip(found, run(value.clone()), strict=True):
+            torch.testing.assert_close(ours.on_rank(rank), alone)
+
+
+def test_what_torch_resizes_to_other_sizes_on_each_rank():
+    x = ranked([1.0], [1.0], [1.0], [1.0])
+    x.addbmm_(LocalTensor.per_rank(lambda rank: torch.ones(2, 1 + rank, 4)), torch.ones(2, 4, 5))
+    assert [x.on_rank(rank).shape for rank in x.ranks] == [(1 + rank, 5) for rank in range(4)]
+    assert per_rank(x.sum(1)) == [[45.0] * (1 + rank) for rank in range(4)]
+    assert per_rank(x.reshape(-1).sum(0)) == [45.0 * (1 + rank) for rank in range(4)]
+    with pytest.raises(RankMismatchError, match="shape"):
+        len(x)
+
+
+def test_gradients_of_what_torch_resizes():
+    def gradient(x):
+        x.requires_grad_()
+        (x * 1).addbmm_(torch.ones(2, 3, 4), torch.ones(2, 4, 5)).sum().backward()
+        return x.grad
+
+    found = gradient(ranked(*[[[2.0]]] * 4))
+    assert per_rank(found) == [gradient(torch.ones(1, 1)).tolist()] * 4 == [[[15.0]]] * 4
+
+
 def test_gradients_are_per_rank():
     x = ranked([1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]).requires_grad_()
     (x * x).sum().backward()

@@ -486,6 +486,7 @@ def _run_in_place(
     A part that ranks share may be written only if all of them would write the same.
     """
     written = _written_leaves(func, leaves, spec)
+    before_write = [(x, [part.shape for part in x._parts]) for x in _traceless(leaves, written)]
     done: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
     results = []
     for part, here in enumerate(calls):
@@ -503,6 +504,9 @@ def _run_in_place(
         part_args, part_kwargs = tree_unflatten(here, spec)
         results.append(func(*part_args, **part_kwargs))
         done[target] = (here, results[-1])
+    for x, shapes in before_write:
+        if not _turns(func) and [part.shape for part in x._parts] != shapes:
+            _take_sizes_of_parts(x)
     if len(func._schema.returns) == 1 and isinstance(results[0], torch.Tensor):
         for i in written:
             if type(leaves[i]) is LocalTensor and results[0] is leaves[i]._parts[0]:
@@ -514,6 +518,20 @@ def _run_in_place(
     if not func._schema.returns:
         return None
     return wrap_results(results, roster, str(func), _any_sized(leaves))
+
+
+def _traceless(leaves: list[Any], written: list[int]) -> list[LocalTensor]:
+    """The LocalTensors among the written leaves, but those that a compiler traces."""
+    tensors = [leaves[i] for i in written if type(leaves[i]) is LocalTensor]
+    return [x for x in tensors if type(x._parts[0]) is torch.Tensor]
+
+
+def _take_sizes_of_parts(x: LocalTensor) -> None:
+    """Give `x` the sizes of its parts, which `addbmm_`, `out=` or `resize_` changed."""
+    made = LocalTensor(x._parts, x._roster, x._sized)
+    with undispatched():
+        x.data = made
+    x._uneven = made._uneven
 
 
 def _check_same_write(
