@@ -415,6 +415,30 @@ def gradients(layer, y, x):
     return torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
 
 
+@pytest.mark.skipif(
+    not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch has no linear_cross_entropy"
+)
+@pytest.mark.parametrize("sizes", [(3, 3, 3, 3), (3, 4, 5, 3)], ids=["even", "uneven"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("batch_chunk_size", [3, 2], ids=["one", "two"])
+def test_linear_cross_entropy_in_chunks(reduction, sizes, batch_chunk_size):
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=batch_chunk_size)
+    weight = torch.randn(6, 3)
+    values = [torch.randn(size, 3) for size in sizes]
+    labels = [torch.randint(6, (size,)) for size in sizes]
+    scales = [torch.tensor(1.0 + rank) for rank in range(4)]
+
+    def gradients_of(x, target, scale):
+        inputs = [x.detach().requires_grad_(), weight.clone().requires_grad_()]
+        loss = F.linear_cross_entropy(*inputs, target, reduction=reduction, options=options)
+        return loss.detach(), *torch.autograd.grad((loss * scale).sum(), inputs)
+
+    found = gradients_of(*(LocalTensor.per_rank(x.__getitem__) for x in (values, labels, scales)))
+    for rank, inputs in enumerate(zip(values, labels, scales, strict=True)):
+        for ours, alone in zip(found, gradients_of(*inputs), strict=True):
+            torch.testing.assert_close(ours.on_rank(rank), alone)
+
+
 def test_a_tensor_is_split_where_all_ranks_say():
     x = LocalTensor.per_rank(lambda rank: torch.arange(5) + rank)
     parts = torch.tensor_split(x, ranked(*[[1, 3]] * 4))

@@ -123,6 +123,19 @@ def _call_next(op: Any, *args: Any, **kwargs: Any) -> Any:
     return op.decompose(*args, **kwargs)  # plain tensors in a mode, which sees the steps
 
 
+_NO_CHUNKS = "linear_cross_entropy in chunks has no gradients for tensors per rank"
+_LOSS = "torch.nn.modules.linear_cross_entropy._linear_cross_entropy_batch_chunked"
+_chunked_losses = tuple(
+    _names.later(f"{_LOSS}{kind}", _NO_CHUNKS, instead=None) for kind in ("", "_no_reduction")
+)
+
+
+def chunked_losses() -> list[Any]:
+    """The ops of `linear_cross_entropy` in chunks, which torch has from 2.13 on."""
+    found = [look_up() for look_up in _chunked_losses]
+    return [op._opoverload for op in found if op is not None]
+
+
 def _autocast_enabled() -> bool:
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
