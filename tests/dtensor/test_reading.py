@@ -57,3 +57,14 @@ def test_shards_move_to_shared_memory(mesh):
     shardwise.distribute_module(layer, mesh, lambda *_: None)
     assert layer.share_memory() is layer
     assert layer.weight.to_local().on_rank(1).is_shared()
+
+
+def test_a_list_of_tensors_is_stacked_not_read_as_numbers(mesh):
+    loss = shardwise.distribute_tensor(torch.tensor(2.0), mesh, [Replicate()])
+    row = shardwise.distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    for x in (loss, row):
+        for read in (torch.tensor, torch.as_tensor):
+            with pytest.raises(TypeError, match=r"0-d.*Use torch\.stack\(\[\.\.\.\]\)"):
+                read([x, x])
+        assert torch.stack([x, x]).shape == (2, *x.shape)
+    assert len(row) == 4

@@ -61,6 +61,15 @@ def test_a_number_has_no_length():
         len(ranked(1.0, 2.0, 3.0, 4.0))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (2,)], ids=str)
+def test_a_list_of_tensors_is_stacked_not_read_as_numbers(shape):
+    x = LocalTensor.per_rank(lambda rank: torch.full(shape, rank))
+    for read in (torch.tensor, torch.as_tensor):
+        with pytest.raises(TypeError, match=r"Use torch\.stack\(\[\.\.\.\]\)"):
+            read([x, x])
+    assert torch.stack([x, x]).shape == (2, *shape)
+
+
 def test_tensors_of_other_ranks_do_not_mix():
     some = LocalTensor.per_rank(lambda rank: torch.tensor(rank), ranks=[0, 1])
     with pytest.raises(RuntimeError, match="ranks"):

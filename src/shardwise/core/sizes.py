@@ -29,6 +29,17 @@ _Result = TypeVar("_Result")
 Size: TypeAlias = Any
 
 
+def length_of(x: torch.Tensor) -> Size:
+    """`len(x)`. torch.tensor() of a list asks each entry for it, so the error names that too."""
+    if not x.dim():
+        raise TypeError(
+            "len() of a 0-d tensor. If torch.tensor([...]) or torch.as_tensor([...]) asked for it: "
+            "they take numbers, and this list holds tensors of several ranks. Use "
+            "torch.stack([...])."
+        )
+    return x.shape[0]
+
+
 def splits_evenly(size: Size, parts: int) -> bool:
     """Whether all shards have one length. See Note [Shards of symbolic sizes]."""
     if type(size) is int:

@@ -40,7 +40,7 @@ from shardwise.core.encode import encode_mesh, encode_placements
 from shardwise.core.layout import Layout, normalize, replicated_layout
 from shardwise.core.mesh import current_mesh, grid_of
 from shardwise.core.placements import REPLICATE, Placement, short
-from shardwise.core.sizes import recorded, unrecorded
+from shardwise.core.sizes import length_of, recorded, unrecorded
 from shardwise.core.untraced import breaks_graph, untraced
 from shardwise.dispatch.plan import Entry, entries
 from shardwise.dispatch.variants import TensorByKeyword, run_by_keyword
@@ -350,6 +350,8 @@ class DTensor(Wrapped):
         if len(args) == 1 and isinstance(args[0], (list, tuple)) and type(args[0]) is not _Size:
             return self.new_tensor(args[0], device=device)
         return self.new_empty(*(args or (0,)), device=device)
+
+    __len__ = length_of
 
     def __getitem__(self, index: Any) -> Any:
         return _item(self, with_tensors(self, index) if holds_list(index) else index)

@@ -25,7 +25,7 @@ from shardwise._torch.dispatch import make_wrapper, no_torch_function, undispatc
 from shardwise._torch.frames import Asker, asker
 from shardwise._torch.functions import compare_by, neg_view, tree_flatten, tree_iter, tree_unflatten
 from shardwise.core.encode import source_digest
-from shardwise.core.sizes import unrecorded
+from shardwise.core.sizes import length_of, unrecorded
 from shardwise.core.untraced import untraced
 from shardwise.core.world import World, simulated_world, world_caches
 from shardwise.errors import ArgumentError, LeafError, RankMismatchError
@@ -50,6 +50,9 @@ from shardwise.simulation.roster import (
 #: op -> function(op, args, kwargs), for ops that do not run part by part; mostly filled by
 #: simulation.collectives.
 collective_handlers: dict[Any, Callable[..., Any]] = {}
+
+
+_item = torch.Tensor.__getitem__
 
 
 def _differ(shape: torch.Size, stride: Sequence[int], part: torch.Tensor) -> bool:
@@ -208,10 +211,11 @@ class LocalTensor(torch.Tensor):
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def __len__(self) -> int:
-        if not self.dim():
-            raise TypeError("len() of a 0-d tensor")
-        return self.shape[0]
+    __len__ = length_of
+
+    def __getitem__(self, index: Any) -> Any:
+        # A Python function, so that torch.tensor([x]) asks for a length before it reads memory.
+        return _item(self, index)
 
     def tolist(self) -> Any:
         return self.agreed().tolist()
