@@ -5,7 +5,7 @@ import torch
 from by_hand import blocks, lay, value
 
 import shardwise
-from shardwise import DTensor, LocalTensor, Partial, Replicate, Shard
+from shardwise import DTensor, LayoutError, LocalTensor, Partial, Replicate, Shard
 from shardwise.debug import CommDebugMode
 
 
@@ -307,3 +307,17 @@ def test_the_gradient_of_a_transposed_view_may_lie_otherwise(mesh, placement):
         (read.sin() * weights).sum().backward()
         grads.append(x.grad)
     torch.testing.assert_close(value(grads[1]), grads[0])
+
+
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["plain", "grad"])
+@pytest.mark.parametrize("placements", [[], [Replicate()] * 2, [Shard(3)]], ids=str)
+def test_placements_of_a_gradient_are_checked_without_one_too(mesh, placements, requires_grad):
+    x = shardwise.distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_(requires_grad)
+    local = torch.ones(1, requires_grad=requires_grad)
+    for door in (
+        lambda: x.to_local(grad_placements=placements),
+        lambda: x.full_tensor(grad_placements=placements),
+        lambda: DTensor.from_local(local, mesh, [Shard(0)], grad_placements=placements),
+    ):
+        with pytest.raises(LayoutError, match=r"one placement per axis|out of range"):
+            door()

@@ -451,6 +451,8 @@ class DTensor(Wrapped):
         if run_check:
             conversion.check_all_ranks(local, grid, placements, shape, stride)
         layout = conversion.local_layout(local, grid, placements, shape, stride)
+        if grad_placements is not None:
+            grad_placements = normalize(grad_placements, layout.shape, grid)
         autograd.refuse_tangent(local_tensor, "from_local()")
         if is_transformed(local_tensor):
             autograd.refuse_transformed(local_tensor, "from_local()")
@@ -462,7 +464,7 @@ class DTensor(Wrapped):
         if given is None or grad_placements is not None or async_op:
             grad_layout = None
             if grad_placements is not None:
-                grad_layout = layout.with_placements(normalize(grad_placements, layout.shape, grid))
+                grad_layout = layout.with_placements(grad_placements)
             given = from_local_layouts(layout, grad_layout, DTensor, async_op)
             if grad_layout is None and not async_op and not layout.symbolic:
                 default_layouts[layout] = given
@@ -480,11 +482,12 @@ class DTensor(Wrapped):
         autograd.refuse_tangent(self, "to_local()")
         if layout.snapshot:
             snapshots.current(self)
+        given = grad_placements is not None
+        normal = normalize(grad_placements, layout.shape, layout.grid) if given else None
         if not (self.requires_grad and is_grad_enabled()):
             return lend(self)
-        if grad_placements is None:
+        if normal is None:
             return current_to_local(self, None)
-        normal = normalize(grad_placements, layout.shape, layout.grid)
         return current_to_local(self, autograd.unexpanded(layout).with_placements(normal))
 
     def redistribute(
