@@ -158,6 +158,12 @@ def test_rules(run):
     assert "m k, k n -> m n" in run("rules", "aten.mm.default").output
     for name in ("mm", "torch.mm", "torch.ops.aten.mm"):
         assert "[S(1), S(0)]" in run("rules", name).output
+    added = run("rules", "aten.add").output
+    assert "aten.add.Tensor" in added
+    assert "aten.add.Scalar" in added
+    for number_or_text in ("add.t:", "add.str:", "add.int:", "add.default:"):
+        assert number_or_text not in added
+    assert "aten.zeros.default" in run("rules", "zeros").output
     listed = run("rules").output
     assert "a rule of its own" in listed
     assert "embedding" in listed

@@ -186,11 +186,27 @@ def ops_named(name: str) -> list[Any]:
         near = difflib.get_close_matches(parts[0], dir(space), n=3)
         hint = f" Did you mean {', '.join(near)}?" if near else ""
         raise ArgumentError(f"torch has no op {name!r}.{hint}")
-    overloads = parts[1:] or [o for o in packet.overloads() if "out" not in o.split("_")]
+    overloads = parts[1:] or _overloads_of_tensors(packet) or packet.overloads()
     found = [getattr(packet, overload, None) for overload in overloads]
     if None in found:
         raise ArgumentError(f"{packet} has the overloads {', '.join(packet.overloads())}.")
     return found
+
+
+def _overloads_of_tensors(packet: Any) -> list[str]:
+    """The overloads that take or give tensors, without those for `out=`."""
+    found = [o for o in packet.overloads() if "out" not in o.split("_")]
+    return [o for o in found if any(_has_tensors(getattr(packet, o)))]
+
+
+def _has_tensors(op: Any) -> tuple[bool, bool]:
+    """Whether tensors are among the arguments; whether they are among the results."""
+    schema = op._schema
+    takes, gives = (
+        any("Tensor" in str(value.type) for value in values)
+        for values in (schema.arguments, schema.returns)
+    )
+    return takes, gives
 
 
 def how(op: Any) -> str:
@@ -228,9 +244,7 @@ def _aten() -> Iterator[Any]:
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads() if hasattr(packet, "overloads") else ():
             op = getattr(packet, overload)
-            takes = any("Tensor" in str(a.type) for a in op._schema.arguments)
-            gives = any("Tensor" in str(r.type) for r in op._schema.returns)
-            if takes and gives and not any(a.is_out for a in op._schema.arguments):
+            if all(_has_tensors(op)) and not any(a.is_out for a in op._schema.arguments):
                 yield op
 
 
