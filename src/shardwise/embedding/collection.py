@@ -47,7 +47,7 @@ from shardwise.errors import ArgumentError, BatchError, LayoutError, ShardwiseEr
 from shardwise.lookup.backends.backend import Backend
 from shardwise.lookup.backends.registry import is_fused, make_backend
 from shardwise.lookup.ids import edges_of
-from shardwise.lookup.optimizers import FusedOptimizer
+from shardwise.lookup.optimizers import FusedOptimizer, check_fused
 from shardwise.lookup.prefetch import PrefetchedBatch
 from shardwise.lookup.routing import Route
 from shardwise.lookup.tiling import Table, TableTiling, checked_tables
@@ -98,12 +98,7 @@ class _Collection(nn.Module):
         self.plan: Plan | None = None
         self._backend = make_backend(backend)
         self._sparse = sparse
-        if optimizer is not None and not isinstance(optimizer, FusedOptimizer):
-            raise ArgumentError(
-                f"optimizer= is one of shardwise.embedding (SGD, Adagrad, RowWiseAdagrad, Adam), "
-                f"whose updates are part of backward; found {optimizer!r}. An optimizer of torch "
-                "takes the parameters of a collection without one."
-            )
+        check_fused(optimizer)
         self._settings = optimizer
         #: All features, in the order of the output.
         self.features = [feature for table in self.tables for feature in table.features]
@@ -281,8 +276,9 @@ class _Collection(nn.Module):
         grid = grid_of(mesh)
         if grid.num_axes != 1:
             raise LayoutError(
-                f"A collection is sharded over a mesh with one axis, found {grid!r}. Make "
-                "one of all its ranks (mesh._flatten()), or take one axis (mesh['axis'])."
+                f"A collection is sharded over a mesh with one axis, found {grid!r}. Take one "
+                "axis (mesh['name'], with the names given as mesh_dim_names), or make a mesh of "
+                f"all ranks: init_device_mesh({grid.device_type!r}, ({grid.world.size},))."
             )
         chosen, tiling, sent = self._agreed(grid, plan, grad_reduction, exchange_dtype)
         old = self._engine.stacks

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -67,6 +67,26 @@ class FusedOptimizer:
     ) -> None:
         """Change `rows` of `weight` and of the state; gradients are scratch afterwards."""
         raise NotImplementedError
+
+
+def check_fused(optimizer: Any) -> None:
+    """Raise unless `optimizer` is a fused optimizer or None."""
+    if optimizer is None or isinstance(optimizer, FusedOptimizer):
+        return
+    is_class = isinstance(optimizer, type)
+    kind = optimizer if is_class else type(optimizer)
+    found = f"{'the class' if is_class else 'an object of'} {kind.__module__}.{kind.__qualname__}"
+    if issubclass(kind, FusedOptimizer):
+        advice = f"Make an instance: {kind.__name__}(lr=0.1)."
+    else:
+        advice = (
+            "An optimizer of torch takes the parameters of a collection without optimizer=: "
+            "torch.optim.SGD(collection.parameters(), lr=0.1)."
+        )
+    raise ArgumentError(
+        "optimizer= is an instance of SGD, Adagrad, RowWiseAdagrad or Adam of shardwise.embedding, "
+        f"whose updates are part of backward; found {found}. {advice}"
+    )
 
 
 @dataclass
