@@ -244,6 +244,8 @@ def _grad_difference(ours: Any, theirs: Any, allowed: float) -> str:
     if not isinstance(theirs, torch.Tensor):
         return ""
     expected, found = grad_of(theirs), grad_of(ours)
+    if expected is not None and expected._is_zerotensor():
+        return ""  # nothing can be read of it, and not even zero by zero is NaN
     if found is None and expected is not None and not expected.any():
         return ""  # None stands for zeros
     if found is None or expected is None:
@@ -284,6 +286,8 @@ def misplaced(leaf: Any, grad: Any) -> str:
     """How the placements of a leaf's gradient break the contract; empty where they do not."""
     if not isinstance(leaf, DTensor) or not isinstance(grad, DTensor) or not leaf.is_leaf:
         return ""
+    if leaf.dim() != grad.dim():
+        return ""  # the leaf got another dim in place afterwards
     for axis, (here, there) in enumerate(zip(leaf.placements, grad.placements, strict=True)):
         if here.is_shard() != there.is_shard() or (here.is_shard() and here != there):
             return f"is placed as {there!r} along axis {axis} of a leaf that is {here!r}"
