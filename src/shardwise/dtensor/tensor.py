@@ -482,13 +482,13 @@ class DTensor(Wrapped):
         autograd.refuse_tangent(self, "to_local()")
         if layout.snapshot:
             snapshots.current(self)
-        given = grad_placements is not None
-        normal = normalize(grad_placements, layout.shape, layout.grid) if given else None
+        if grad_placements is not None:
+            grad_placements = normalize(grad_placements, layout.shape, layout.grid)
         if not (self.requires_grad and is_grad_enabled()):
             return lend(self)
-        if normal is None:
+        if grad_placements is None:
             return current_to_local(self, None)
-        return current_to_local(self, autograd.unexpanded(layout).with_placements(normal))
+        return current_to_local(self, autograd.unexpanded(layout).with_placements(grad_placements))
 
     def redistribute(
         self,
