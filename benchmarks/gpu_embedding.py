@@ -270,6 +270,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         results[law] = _of_law(options, law, bandwidth)
     results["batch 256"] = _of_small_batches(options)
     results["one table"] = _of_one_table(options)
+    results["a shard"] = _of_a_shard(options)
     results["a long bag"] = _of_a_long_bag(options)
     results["collections"] = _of_collections()
     return results
@@ -374,6 +375,28 @@ def _device_ms(action: Callable[[], Any], repeats: int = 5) -> float:
     for _ in range(3):
         action()
     return sum(event.device_time for event in _device_events(action, repeats)) / repeats / 1e3
+
+
+def _of_a_shard(options: argparse.Namespace) -> dict[str, float]:
+    """The rows of a rank that has the first half of a table, and zeros for the other ids."""
+    from shardwise.ops.lookup.rank_bags import Bags, fused_backend
+
+    num_here = options.rows // 2
+    weight = torch.randn(num_here, options.dim, device="cuda")
+    ids = draw_ids(options.batch * options.ids, options.rows, "uniform")
+    kernels = fused_backend(weight)
+
+    def masked() -> torch.Tensor:
+        row = ids.clamp(max=num_here - 1)
+        return F.embedding(row, weight).masked_fill_((row != ids).unsqueeze(1), 0)
+
+    def fused() -> torch.Tensor:
+        return kernels.look_up(weight, Bags(ids.view(-1, 1), None, None, -1).fused_query(0))
+
+    assert torch.equal(fused(), masked())
+    found = {"one launch": median_ms(fused), "F.embedding and a mask": median_ms(masked)}
+    _show("rows of one shard, uniform ids", found)
+    return found
 
 
 def _of_a_long_bag(options: argparse.Namespace) -> dict[str, float]:

@@ -344,8 +344,10 @@ def of_some_tables(query: Query, bases: Sequence[int], kept: Sequence[bool]) -> 
     `bases` are the first rows of the stack's tables.
     """
     ids, device = query.ids, query.ids.device
-    at = torch.bucketize(ids, torch.tensor(bases[1:], dtype=ids.dtype, device=device), right=True)
-    keep = torch.tensor(kept, device=device).index_select(0, at)
+    # Without waiting for the device.
+    edges = torch.tensor(bases[1:], dtype=ids.dtype).to(device, non_blocking=True)
+    of_tables = torch.tensor(kept).to(device, non_blocking=True)
+    keep = of_tables.index_select(0, torch.bucketize(ids, edges, right=True))
     lengths = query.lengths
     if lengths is None:
         lengths = keep.to(query.ids.dtype)
